@@ -1,0 +1,190 @@
+"""The nouns everything else is written in: ids, members, capabilities.
+
+All are frozen and carry their own limits (`msgspec` checks them when a value comes off the wire,
+see `wire.decode_as`). Nothing here knows how a value travels or who believes it.
+"""
+
+from __future__ import annotations
+
+import random  # noqa: TID251  the one place; machines get an instance passed in
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Annotated
+
+from msgspec import Meta
+
+Rng = random.Random
+
+# SHA-256 over the DER SubjectPublicKeyInfo of the Ed25519 key, lower-case hex (64 characters).
+NodeId = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+MeshId = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]  # the same over the mesh CA's key
+# DNS-label-like, so it can stand in tables, prefixes and target expressions without quoting.
+Name = Annotated[str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+Text = Annotated[str, Meta(max_length=256)]  # short free text: models, versions, reasons
+Sha256 = Annotated[bytes, Meta(min_length=32, max_length=32)]
+Port = Annotated[int, Meta(ge=1, le=65535)]
+
+
+class Role(StrEnum):
+    """What a member may do; joining as a worker is not permission to launch."""
+
+    WORKER = "worker"  # accepts jobs
+    LAUNCHER = "launcher"  # may submit
+    ADMIN = "admin"  # may invite and remove
+
+
+class NodeState(StrEnum):
+    """SWIM's view of a member."""
+
+    ALIVE = "alive"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+    LEFT = "left"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Incarnation:
+    """Orders what a subject says of itself; only the subject raises it."""
+
+    boot: Annotated[int, Meta(ge=0, lt=2**63)]  # boot epoch: persisted, +1 at each agent start
+    counter: Annotated[int, Meta(ge=0, lt=2**63)]  # +1 at each refutation or change of the record
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a door may be reached. Best first in every list; loopback never leaves a machine
+    unless the agent was bound to loopback."""
+
+    host: Annotated[str, Meta(max_length=64)]  # IP literal, IPv6 link-local with %scope
+    port: Port
+
+
+# 8 addresses: real machines have 1 to 4 usable ones; more would not fit one 1200 B packet.
+Addresses = Annotated[tuple[Address, ...], Meta(max_length=8)]
+
+
+@dataclass(frozen=True, slots=True)
+class AliveRecord:
+    """What a member says of itself in gossip; signed by it, small enough for a packet."""
+
+    node: NodeId
+    incarnation: Incarnation
+    name: Name
+    zone: Annotated[str, Meta(max_length=63)]  # "" = none given
+    addresses: Addresses
+    caps_version: Annotated[int, Meta(ge=0, lt=2**63)]  # newest `CapsRecord.version` of this boot
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Travels on acks, never as a rumour."""
+
+    cpu_percent: Annotated[float, Meta(ge=0)] = 0.0  # of the whole machine, 0..100
+    memory_available_mib: Annotated[int, Meta(ge=0)] = 0
+    free_slots: Annotated[int, Meta(ge=0)] = 0  # devices not granted to a job and not busy
+    jobs: Annotated[int, Meta(ge=0)] = 0  # jobs with ranks on this node
+
+
+class Accelerator(StrEnum):
+    CPU = "cpu"
+    CUDA = "cuda"
+    ROCM = "rocm"
+    MPS = "mps"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator as the driver shows it. Every figure the driver may withhold is optional."""
+
+    kind: Accelerator
+    index: Annotated[int, Meta(ge=0, lt=1024)]  # position in the list of usable devices
+    name: Text
+    uuid: Text = ""
+    memory_total_mib: int | None = None  # None: unified memory, or not supported
+    memory_free_mib: int | None = None
+    busy_pids: Annotated[int, Meta(ge=0)] = 0  # compute processes that are not ours
+    links: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()  # to device j: "NV4","PIX","SYS"
+
+
+@dataclass(frozen=True, slots=True)
+class TorchAbilities:
+    """What the interpreter's torch really did in a subprocess, not what it claims."""
+
+    version: Text  # "2.13.0+cpu"
+    accelerators: Annotated[tuple[Accelerator, ...], Meta(max_length=8)]  # each did a real matmul
+    backends: Annotated[tuple[Text, ...], Meta(max_length=8)]  # of torch.distributed: gloo, nccl
+    problems: Annotated[tuple[Text, ...], Meta(max_length=16)] = ()  # "cuda: no kernel image ..."
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    name: Text
+    kind: Text  # "ethernet" "wifi" "virtual" "loopback" "tunnel"
+    speed_mbit: int | None = None
+    addresses: Annotated[tuple[Text, ...], Meta(max_length=16)] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a machine has. Refreshed by its agent; `CapsRecord` carries it, signed."""
+
+    cpus: int
+    memory_total_mib: int
+    memory_available_mib: int
+    disk_free_mib: int
+    os: Text  # "Linux 6.8 x86_64"
+    python: Text  # "3.11.7", of the interpreter that will run ranks
+    gpulayer: Text
+    torch: TorchAbilities | None  # None: not installed, or still being proven
+    devices: Annotated[tuple[Device, ...], Meta(max_length=64)] = ()
+    interfaces: Annotated[tuple[Interface, ...], Meta(max_length=32)] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Devices of a node that a job holds; `devices` is empty for CPU ranks."""
+
+    job: Annotated[str, Meta(max_length=32)]
+    processes: Annotated[int, Meta(ge=1, le=1024)]
+    devices: Annotated[tuple[int, ...], Meta(max_length=64)] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CapsRecord:
+    """Signed by its node; pulled over TLS when `AliveRecord.caps_version` is newer."""
+
+    node: NodeId
+    boot: Annotated[int, Meta(ge=0)]
+    version: Annotated[int, Meta(ge=0)]
+    capabilities: Capabilities
+    grants: Annotated[tuple[Grant, ...], Meta(max_length=256)] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MemberSnapshot:
+    """One row of what an agent believes: input of placement and of `mesh status`."""
+
+    node: NodeId
+    name: str
+    roles: tuple[Role, ...]
+    state: NodeState
+    zone: str = ""
+    addresses: tuple[Address, ...] = ()
+    incarnation: Incarnation = Incarnation(0, 0)
+    since_s: float = 0.0  # how long in this state, by the answering agent's monotonic clock
+    heard_s: float | None = None  # age of the last direct answer; None: never
+    rtt_ms: float | None = None
+    via: str = ""  # "udp", "tcp" where UDP is blocked, "" unknown
+    load: Load | None = None
+    caps: Capabilities | None = None
+    grants: tuple[Grant, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The answer of `GET /v1/snapshot`."""
+
+    mesh: MeshId
+    answered_by: NodeId
+    roster_epoch: int
+    members: tuple[MemberSnapshot, ...] = field(default=())

@@ -1,0 +1,152 @@
+"""Every error a caller may branch on, and the exit code each one becomes.
+
+Messages are lower case without a full stop and carry values; `hint` says what to do next.
+`ui` prints them; nothing here knows about terminals.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of the commands; a failed job's own code takes precedence."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    NEVER_PLACEABLE = 3
+    TIMED_OUT = 4
+    NOT_ALLOWED = 5
+    UNREACHABLE = 6
+    STOPPED_BY_USER = 130
+
+
+class GpuLayerError(Exception):
+    """Base of all errors of this project.
+
+    Args:
+        message: what went wrong, with values.
+        hint: what the user can do about it.
+    """
+
+    exit_code = ExitCode.FAILED
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class ConfigError(GpuLayerError):
+    """A setting, argument or file of ours is unusable."""
+
+    exit_code = ExitCode.USAGE
+
+
+class NoMeshError(GpuLayerError):
+    """This machine belongs to no mesh yet."""
+
+    exit_code = ExitCode.NOT_ALLOWED
+
+
+class NotAllowedError(GpuLayerError):
+    """The peer knows us but our role does not permit this, or we are no member any more."""
+
+    exit_code = ExitCode.NOT_ALLOWED
+
+
+class DiscoveryError(GpuLayerError):
+    """No member of the mesh answered."""
+
+    exit_code = ExitCode.UNREACHABLE
+
+
+class TransportError(GpuLayerError):
+    """A connection failed, timed out or broke off."""
+
+    exit_code = ExitCode.UNREACHABLE
+
+
+class ProtocolError(GpuLayerError):
+    """Abstract: somebody broke the protocol."""
+
+
+class LocalProtocolError(ProtocolError):
+    """We asked for something illegal; our bug or a caller's."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """A peer sent something illegal: wrong form, wrong signature, over a limit."""
+
+
+class JoinError(GpuLayerError):
+    """Joining a mesh was refused or broke off; the message names the cause."""
+
+    exit_code = ExitCode.NOT_ALLOWED
+
+
+class BundleError(GpuLayerError):
+    """The source bundle breaks a rule: unsafe path, too large, hash mismatch."""
+
+    exit_code = ExitCode.USAGE
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why one node does not count for a request."""
+
+    node: str  # name as the user knows it
+    reason: str  # a clause, e.g. "2 CUDA devices asked, 1 present"
+    for_ever: bool  # True: no wait can change it; False: only busy now
+
+
+class PlacementError(GpuLayerError):
+    """A request cannot be placed; carries every node's reason."""
+
+    exit_code = ExitCode.NEVER_PLACEABLE
+
+    def __init__(
+        self, message: str, *, refusals: tuple[Refusal, ...] = (), hint: str | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.refusals = refusals
+
+
+class PlacementBusyError(PlacementError):
+    """The request fits the mesh but not now."""
+
+    exit_code = ExitCode.TIMED_OUT
+
+
+class JobFailedError(GpuLayerError):
+    """A job ended badly: the first failing rank, where, and how."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: int,
+        rank: int | None = None,
+        host: str | None = None,
+        tail: tuple[str, ...] = (),
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.code = code
+        self.rank = rank
+        self.host = host
+        self.tail = tail
+
+
+class IllegalTransitionError(LocalProtocolError):
+    """A state machine got an event its state does not allow; carries its recent history."""
+
+    def __init__(self, ident: str, state: str, event: str, history: tuple[str, ...] = ()) -> None:
+        trail = "; ".join(history)
+        super().__init__(f"{ident}: event {event!r} in state {state!r} (history: {trail})")
+        self.ident = ident
+        self.state = state
+        self.event = event
+        self.history = history

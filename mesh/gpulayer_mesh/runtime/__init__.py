@@ -1,0 +1,1 @@
+"""The asyncio shell around `core`. Modules here never import each other; `agent` wires them."""
