@@ -1,0 +1,118 @@
+"""The environment of this process: the only module of `gpulayer` that reads it.
+
+It knows the variables of torchrun and those that the agent adds for a rank; it decides nothing.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpulayer_mesh.config import home_dir
+from gpulayer_mesh.errors import ConfigError
+
+# Forwarded without being asked for: tuning knobs of the libraries that ranks use. Device lists
+# are the node's business, addresses and interface names belong to the machine they were set on.
+_FORWARDED = ("NCCL_*", "GLOO_*", "TORCH_*", "OMP_*", "PYTORCH_*")
+_NEVER = ("TORCH_HOME", "TORCHELASTIC_*", "*_SOCKET_IFNAME", "*_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnv:
+    """What a process started as a rank finds in its environment."""
+
+    job: str | None  # None: started by torchrun or another launcher
+    call: int | None  # the Trainer call to execute; None: all of them
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    node_rank: int
+    accelerator: str | None  # what the plan granted
+    node: str | None  # name
+    output_dir: Path | None  # $GPULAYER_OUT
+
+
+def rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
+    """Return this process's place in a job, None where it is no rank of anything."""
+    env = os.environ if environ is None else environ
+    job = env.get("GPULAYER_JOB")
+    if job is None and not ("RANK" in env and "WORLD_SIZE" in env):
+        return None
+    out = env.get("GPULAYER_OUT")
+    call = env.get("GPULAYER_CALL")
+    world_size = _number(env, "WORLD_SIZE", 1)
+    return RankEnv(
+        job=job,
+        call=int(call) if call else None,
+        rank=_number(env, "RANK", 0),
+        local_rank=_number(env, "LOCAL_RANK", 0),
+        world_size=world_size,
+        local_world_size=_number(env, "LOCAL_WORLD_SIZE", 1),
+        node_rank=_number(env, "GROUP_RANK", 0),
+        accelerator=env.get("GPULAYER_ACCELERATOR"),
+        node=env.get("GPULAYER_NODE"),
+        output_dir=Path(out) if out else None,
+    )
+
+
+def forwarded_env(names: Iterable[str] = ()) -> dict[str, str]:
+    """Return the variables that travel with a job: tuning knobs and those named by the user.
+
+    `names` holds `K` (this process's value) or `K=V`.
+
+    Raises:
+        ConfigError: a named variable is not set here.
+    """
+    chosen = {
+        key: value
+        for key, value in os.environ.items()
+        if any(fnmatch.fnmatchcase(key, pattern) for pattern in _FORWARDED)
+        and not any(fnmatch.fnmatchcase(key, pattern) for pattern in _NEVER)
+    }
+    chosen.update(named_env(names))
+    return chosen
+
+
+def named_env(names: Iterable[str]) -> dict[str, str]:
+    """Resolve `K` and `K=V` arguments.
+
+    Raises:
+        ConfigError: a variable is not set here, or the name is empty.
+    """
+    chosen = {}
+    for name in names:
+        key, equals, value = name.partition("=")
+        if not key:
+            raise ConfigError(f"environment argument {name!r}: write NAME or NAME=VALUE")
+        if not equals:
+            if key not in os.environ:
+                raise ConfigError(
+                    f"environment variable {key!r} is not set here", hint=f"give {key}=VALUE"
+                )
+            value = os.environ[key]
+        chosen[key] = value
+    return chosen
+
+
+def copied_env() -> dict[str, str]:
+    """Return a copy of the whole environment, for ranks on this very machine."""
+    return dict(os.environ)
+
+
+def home() -> Path:
+    """Return this user's state directory."""
+    return home_dir(os.environ)
+
+
+def _number(env: Mapping[str, str], key: str, default: int) -> int:
+    text = env.get(key)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"environment variable {key}={text!r} is not a number") from None
