@@ -1,0 +1,561 @@
+"""From a request to a result: plan, reserve, stage, pre-flight, go, follow, collect.
+
+Until `go` this process coordinates; afterwards rank 0's agent keeps the job and this process only
+watches. It does not know what a script does, nor how placement or an agent decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets as random_bytes
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from gpulayer_mesh.core.jobspec import (
+    JOB_ID_ALPHABET,
+    JOB_ID_CHARS,
+    Failure,
+    GoOrder,
+    HostAddress,
+    JobKind,
+    JobRecord,
+    JobSpec,
+    JobState,
+)
+from gpulayer_mesh.core.types import Accelerator
+from gpulayer_mesh.errors import (
+    ConfigError,
+    ExitCode,
+    GpuLayerError,
+    PlacementBusyError,
+    PlacementError,
+    Refusal,
+    TransportError,
+)
+
+from gpulayer import env
+
+if TYPE_CHECKING:
+    from gpulayer.bundle import Bundle
+    from gpulayer_mesh.client import MeshClient
+    from gpulayer_mesh.core.placement import Plan
+
+    from gpulayer.ui import Ui
+
+RPC_S = 10.0  # one answer from a healthy agent takes milliseconds; a swapping one, seconds
+PREFLIGHT_S = 15.0  # 2 s for the dials, the rest for `find_spec` on a cold disk
+STAGE_FLOOR_BYTES_S = 500_000  # slowest link worth training over; a deadline, not a promise
+STAGE_S = 60.0  # on top of the transfer: unpacking 100,000 files
+UPLOADS = 4  # parallel chunk uploads: fills a 1 Gbit/s link through one TLS core
+BUSY_POLL_S = 2.0
+WAIT_S = 3600.0  # how long a request may wait for busy nodes before exit 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRequest:
+    """What is to be run, and on how much; where comes out of the plan."""
+
+    argv: tuple[str, ...]  # with `python`: the arguments of the interpreter
+    python: bool
+    kind: JobKind
+    name: str
+    root: Path  # the folder that is shipped
+    cwd: str = ""  # relative to root
+    nodes: int = 1
+    devices: int | Literal["auto"] = "auto"  # per node
+    accelerator: Accelerator | None = None  # None: the best that enough nodes have
+    target: str | tuple[str, ...] = "auto"
+    env: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    stop_grace_s: float = 30.0
+    call: int | None = None  # index of the Trainer call that the ranks execute
+    extra_files: Mapping[str, Path] = field(default_factory=dict)  # path in the bundle -> file
+    wait_s: float = WAIT_S
+    detach: bool = False
+    dry_run: bool = False
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.argv:
+            problems.append("no command given")
+        if self.nodes < 1:
+            problems.append(f"nodes must be at least 1, got {self.nodes}")
+        if self.devices != "auto" and self.devices < 1:
+            problems.append(f"devices must be 'auto' or at least 1, got {self.devices}")
+        if not 0 <= self.stop_grace_s <= 86400:
+            problems.append(f"stop grace must be 0 to 86400 seconds, got {self.stop_grace_s}")
+        if problems:
+            raise ConfigError("; ".join(problems))
+
+
+@dataclass(frozen=True, slots=True)
+class JobOutcome:
+    """How a job ended, as seen from here."""
+
+    job: str
+    code: int  # what this process should exit with
+    output_dir: Path | None  # None: nothing came home (detached, dry run)
+    failure: Failure | None = None
+
+
+def script_request(**fields: Any) -> JobRequest:
+    """Describe the running script; `fields` are those of `JobRequest`.
+
+    Raises:
+        ConfigError: there is no script to run again (notebook, REPL, `-c`).
+    """
+    script = _running_script()
+    kind = fields.pop("kind", JobKind.DISTRIBUTED)
+    return JobRequest(python=True, kind=kind, **(script | fields))
+
+
+def run_job(request: JobRequest) -> JobOutcome:
+    """Run a job on the mesh, from the plan to the files that come home.
+
+    Prints plan, logs and result. A failed job is an outcome, not an exception.
+
+    Raises:
+        NoMeshError, DiscoveryError, PlacementError, NotAllowedError, BundleError, TransportError:
+            nothing was started.
+    """
+    return _in_own_loop(lambda: _run_job(request))
+
+
+def run_local(request: JobRequest, *, processes: int) -> JobOutcome:
+    """Run the ranks on this machine, in this folder, with no mesh and no agent."""
+    from gpulayer.localjob import run
+
+    return _in_own_loop(lambda: run(request, processes))
+
+
+def new_job_id() -> str:
+    """Return a fresh random job id."""
+    return "".join(random_bytes.choice(JOB_ID_ALPHABET) for _ in range(JOB_ID_CHARS))
+
+
+def _in_own_loop(main: Callable[[], Any]) -> JobOutcome:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main())  # type: ignore[no-any-return]
+    raise ConfigError(
+        "jobs cannot be started from inside a running event loop",
+        hint="put the call into a script of its own and run that",
+    )
+
+
+# -- the running script -------------------------------------------------------------------------
+
+
+def _running_script() -> dict[str, Any]:
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file is None or hasattr(sys, "ps1"):
+        raise ConfigError(
+            "there is no script to run on the other machines: this is a notebook, REPL or -c",
+            hint="save the code as a file, e.g. train.py, and run `python train.py`",
+        )
+    start = env.START_DIR
+    arguments = _script_arguments(sys.orig_argv)
+    spec = getattr(main, "__spec__", None)
+    if spec is not None and spec.name != "__main__":
+        module = spec.name.removesuffix(".__main__")
+        # `python -m pkg.train` found the package in the directory it was started in
+        return {
+            "argv": ("-m", module, *arguments),
+            "name": module,
+            "root": start,
+        }
+    path = Path(file)
+    path = path if path.is_absolute() else start / path
+    path = path.resolve()
+    return {"argv": (path.name, *arguments), "name": path.name, "root": path.parent}
+
+
+def _script_arguments(argv: Sequence[str]) -> tuple[str, ...]:
+    """Return what follows the script or module; `sys.argv` may have been changed by now."""
+    takes_value = {"-X", "-W", "--check-hash-based-pycs"}
+    i = 1
+    while i < len(argv):
+        argument = argv[i]
+        if argument in takes_value:
+            i += 2
+        elif argument.startswith("-") and not argument.startswith("--") and "m" in argument[1:]:
+            # -m NAME, also at the end of a cluster (-um NAME) or with the name attached (-mNAME)
+            attached = argument.partition("m")[2]
+            return tuple(argv[i + 1 :] if attached else argv[i + 2 :])
+        elif argument.startswith("-") and argument != "-":
+            i += 1
+        else:
+            return tuple(argv[i + 1 :])
+    return ()
+
+
+# -- on the mesh --------------------------------------------------------------------------------
+
+
+async def _run_job(request: JobRequest) -> JobOutcome:
+    from gpulayer.bundle import pack
+    from gpulayer_mesh.client import MeshClient
+
+    from gpulayer import jobs
+    from gpulayer.ui import Ui
+
+    ui = Ui()
+    interrupts = Interrupts(asyncio.current_task())
+    packing = asyncio.create_task(
+        asyncio.to_thread(pack, request.root, extra_files=request.extra_files)
+    )
+    try:
+        async with await MeshClient.connect(env.home()) as client:
+            with interrupts:
+                bundle = await packing
+                record, plan = await _place(client, request, bundle, ui)
+                if record is None:
+                    return JobOutcome("", ExitCode.OK, None)
+                if request.detach:
+                    ui.detached(record)
+                    return JobOutcome(record.spec.id, ExitCode.OK, None)
+
+                async def stop(kill: bool) -> None:
+                    ui.stopping(record.spec.id, kill, request.stop_grace_s)
+                    await client.stop(record.spec.id, grace_s=None, kill=kill)
+
+                interrupts.on_stop = stop
+                record = await jobs.follow(client, record, ui)
+                destination = request.root / "gpulayer_jobs" / record.spec.id
+                await jobs.collect(client, record, destination, ui)
+                ui.outcome(record, destination)
+                return outcome_of(record, destination)
+    finally:
+        packing.cancel()
+
+
+def outcome_of(record: JobRecord, output_dir: Path | None) -> JobOutcome:
+    """Translate a final record into this process's exit code."""
+    code = {
+        JobState.SUCCEEDED: int(ExitCode.OK),
+        JobState.CANCELLED: int(ExitCode.STOPPED_BY_USER),
+    }.get(record.state, record.failure.code if record.failure else int(ExitCode.FAILED))
+    return JobOutcome(record.spec.id, code, output_dir, record.failure)
+
+
+async def _place(
+    client: MeshClient, request: JobRequest, bundle: Bundle, ui: Ui
+) -> tuple[JobRecord | None, Plan]:
+    """Plan, print the plan and start; waits while the nodes it needs are busy.
+
+    Returns (None, plan) for a dry run.
+    """
+    from gpulayer_mesh.core import placement
+
+    wanted = placement.Request(
+        nodes=request.nodes,
+        devices=request.devices,
+        accelerator=request.accelerator,
+        target=request.target,
+    )
+    give_up = time.monotonic() + request.wait_s
+    said = ""
+    while True:
+        try:
+            plan = placement.plan(wanted, await client.snapshot())
+            ui.plan(plan, request, bundle)
+            if request.dry_run:
+                return None, plan
+            return await _start(client, request, bundle, plan), plan
+        except PlacementBusyError as busy:
+            if time.monotonic() > give_up:
+                raise
+            if busy.message != said:
+                said = busy.message
+                ui.waiting(busy)
+            await asyncio.sleep(BUSY_POLL_S)
+
+
+async def _start(client: MeshClient, request: JobRequest, bundle: Bundle, plan: Plan) -> JobRecord:
+    spec = _spec(client, request, bundle, plan)
+    path = f"/v1/jobs/{spec.id}"
+    nodes = [slot.node for slot in spec.slots]
+    signed = client.sign_spec(spec)
+    try:
+        await _on_all(
+            spec,
+            lambda i: client.call(nodes[i], "POST", f"{path}/reserve", {"spec": signed}),
+        )
+        await _stage(client, spec, bundle)
+        order = await _preflight(client, spec, request.secrets)
+        record = await client.call(nodes[0], "POST", f"{path}/go", order, deadline_s=RPC_S)
+        return client.decode_record(record)
+    except BaseException:
+        # whatever broke, Ctrl-C included: no node keeps a lease for a job that will not start
+        await asyncio.shield(_release(client, spec))
+        raise
+
+
+def _spec(client: MeshClient, request: JobRequest, bundle: Bundle, plan: Plan) -> JobSpec:
+    from gpulayer.bundle import top_level_imports
+
+    imports: tuple[str, ...] = ()
+    if request.python:
+        imports = top_level_imports(bundle, request.argv, request.cwd)
+    return JobSpec(
+        id=new_job_id(),
+        kind=request.kind,
+        name=request.name[:256],
+        submitter=client.identity.node,
+        submitter_name=client.name,
+        submitted_at=time.time(),
+        argv=request.argv,
+        python=request.python,
+        cwd=request.cwd,
+        env=dict(request.env),
+        accelerator=plan.accelerator,
+        slots=plan.slots,
+        manifest=bundle.sha256,
+        bundle_bytes=bundle.total_bytes,
+        imports=imports,
+        stop_grace_s=request.stop_grace_s,
+        call=request.call,
+    )
+
+
+async def _on_all(spec: JobSpec, call: Callable[[int], Any]) -> list[Any]:
+    """Run one call per slot at once; the first error ends the others and is raised plainly."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call(i)) for i in range(len(spec.slots))]
+    except BaseExceptionGroup as many:
+        raise first_error(many) from None
+    return [task.result() for task in tasks]
+
+
+def first_error(many: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the error that caused a group to end: ours before anything that followed from it."""
+    flat: list[BaseException] = []
+    stack: list[BaseException] = [many]
+    while stack:
+        error = stack.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            stack[:0] = error.exceptions
+        else:
+            flat.append(error)
+    ours = [e for e in flat if isinstance(e, GpuLayerError)]
+    known = [e for e in ours if not isinstance(e, TransportError)]
+    return (known or ours or flat)[0]
+
+
+async def _release(client: MeshClient, spec: JobSpec) -> None:
+    async def one(node: str) -> None:
+        await client.call(node, "POST", f"/v1/jobs/{spec.id}/release", {}, deadline_s=3.0)
+
+    await asyncio.gather(*(one(slot.node) for slot in spec.slots), return_exceptions=True)
+
+
+async def _stage(client: MeshClient, spec: JobSpec, bundle: Bundle) -> None:
+    """Bring the bundle to every node with about one upload in total.
+
+    Each chunk that nobody has is uploaded to one node, dealt out in turn; the nodes fetch the rest
+    from each other while the uploads still run.
+    """
+    nodes = [slot.node for slot in spec.slots]
+    path = f"/v1/jobs/{spec.id}"
+    answers = await _on_all(
+        spec,
+        lambda i: client.call(
+            nodes[i], "POST", f"{path}/manifest", raw=bundle.manifest_bytes, deadline_s=60.0
+        ),
+    )
+    missing = [frozenset(answer["missing"]) for answer in answers]
+    owners, uploads = deal_chunks(bundle.chunks, missing)
+    order = {
+        "sources": [HostAddress(node, client.addresses(node)) for node in nodes],
+        "owners": owners,
+    }
+    limit_s = STAGE_S + spec.bundle_bytes / STAGE_FLOOR_BYTES_S
+    gate = asyncio.Semaphore(UPLOADS)
+
+    async def upload(chunk: bytes, owner: int) -> None:
+        async with gate:
+            data = await asyncio.to_thread(bundle.read_chunk, chunk)
+            await client.call(
+                nodes[owner],
+                "PUT",
+                f"/v1/chunks/{chunk.hex()}?job={spec.id}",
+                raw=data,
+                deadline_s=60.0,
+            )
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for node in nodes:
+                group.create_task(
+                    client.call(node, "POST", f"{path}/stage", order, deadline_s=limit_s)
+                )
+            for chunk, owner in uploads:
+                group.create_task(upload(chunk, owner))
+    except BaseExceptionGroup as many:
+        raise first_error(many) from None
+
+
+def deal_chunks(
+    chunks: Sequence[bytes], missing: Sequence[frozenset[bytes]]
+) -> tuple[list[int], list[tuple[bytes, int]]]:
+    """Decide who holds each chunk first: a node that has it already, else each in turn.
+
+    Returns the owner's slot index per chunk, and the uploads (chunk, owner) that are needed.
+    """
+    owners: list[int] = []
+    uploads: list[tuple[bytes, int]] = []
+    for number, chunk in enumerate(chunks):
+        holders = [i for i, lacking in enumerate(missing) if chunk not in lacking]
+        if holders:
+            owners.append(holders[number % len(holders)])
+        else:
+            owner = len(uploads) % len(missing)
+            owners.append(owner)
+            uploads.append((chunk, owner))
+    return owners, uploads
+
+
+async def _preflight(client: MeshClient, spec: JobSpec, secrets: Mapping[str, str]) -> GoOrder:
+    """Prove before the start that imports resolve and that every pair of nodes can connect.
+
+    Raises:
+        PlacementError: names each node and what is wrong with it.
+    """
+    nodes = [slot.node for slot in spec.slots]
+    names = [slot.name for slot in spec.slots]
+    path = f"/v1/jobs/{spec.id}/preflight"
+    opened = await _on_all(
+        spec,
+        lambda i: client.call(nodes[i], "POST", f"{path}/open", {}, deadline_s=PREFLIGHT_S),
+    )
+    lacking = [
+        Refusal(name, "cannot import " + ", ".join(answer["missing"]), for_ever=True)
+        for name, answer in zip(names, opened, strict=True)
+        if answer["missing"]
+    ]
+    if lacking:
+        raise PlacementError(
+            f"{spec.name} imports packages that are not installed on every node",
+            refusals=tuple(lacking),
+            hint="pip install them into the environment of gpulayer-agent on those machines",
+        )
+    if len(nodes) == 1:
+        port = await client.call(
+            nodes[0], "POST", f"/v1/jobs/{spec.id}/port", {"host": "127.0.0.1"}
+        )
+        return GoOrder("127.0.0.1", port["port"], ("127.0.0.1",), dict(secrets))
+    targets = [
+        {
+            "node": node,
+            "hosts": [address.host for address in client.addresses(node)],
+            "port": answer["port"],
+            "nonce": answer["nonce"],
+        }
+        for node, answer in zip(nodes, opened, strict=True)
+    ]
+    found = await _on_all(
+        spec,
+        lambda i: client.call(
+            nodes[i],
+            "POST",
+            f"{path}/check",
+            {"targets": [t for j, t in enumerate(targets) if j != i]},
+            deadline_s=PREFLIGHT_S,
+        ),
+    )
+    reached = {(i, answer["node"]): answer for i, answers in enumerate(found) for answer in answers}
+    hosts, problems = common_hosts(nodes, names, reached)
+    if problems:
+        raise PlacementError(
+            "the nodes cannot all reach each other",
+            refusals=tuple(problems),
+            hint="open TCP ports 1024-65535 between these machines, both ways; gloo and nccl "
+            "connect on ephemeral ports",
+        )
+    port = await client.call(nodes[0], "POST", f"/v1/jobs/{spec.id}/port", {"host": hosts[0]})
+    return GoOrder(hosts[0], port["port"], tuple(hosts), dict(secrets))
+
+
+def common_hosts(
+    nodes: Sequence[str], names: Sequence[str], reached: Mapping[tuple[int, str], Mapping[str, Any]]
+) -> tuple[list[str], list[Refusal]]:
+    """Choose for each node one address that every other node reached.
+
+    `reached[i, node]` is what slot i found out about `node`: `hosts` that answered, or `error`.
+    """
+    hosts: list[str] = []
+    problems: list[Refusal] = []
+    for j, node in enumerate(nodes):
+        common: list[str] | None = None
+        for i in range(len(nodes)):
+            if i == j:
+                continue
+            answer = reached.get((i, node), {"hosts": [], "error": "no answer"})
+            if not answer["hosts"]:
+                problems.append(
+                    Refusal(names[i], f"cannot connect to {names[j]}: {answer['error']}", False)
+                )
+                continue
+            seen = list(answer["hosts"])
+            common = seen if common is None else [host for host in common if host in seen]
+        if common:
+            hosts.append(common[0])
+        elif common is not None:
+            problems.append(Refusal(names[j], "has no address that all others can reach", False))
+    return hosts, problems
+
+
+class Interrupts:
+    """Ctrl-C and friends while a job is started and watched.
+
+    Before the start a signal cancels the task; afterwards the first stops the job gracefully, the
+    second kills it. SIGHUP does the same unless it was ignored at start (nohup).
+    """
+
+    def __init__(self, task: asyncio.Task[Any] | None) -> None:
+        self.on_stop: Callable[[bool], Any] | None = None
+        self._task = task
+        self._count = 0
+        self._installed: list[signal.Signals] = []
+        self._stops: set[asyncio.Task[Any]] = set()
+
+    def __enter__(self) -> Interrupts:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_IGN:
+                continue
+            try:
+                loop.add_signal_handler(number, self._signalled)
+            except (RuntimeError, ValueError):  # not the main thread: its owner handles signals
+                return self
+            self._installed.append(number)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        loop = asyncio.get_running_loop()
+        for number in self._installed:
+            loop.remove_signal_handler(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _signalled(self) -> None:
+        self._count += 1
+        if self.on_stop is None:
+            if self._task is not None:
+                self._task.cancel()
+            return
+        stop = asyncio.ensure_future(self.on_stop(self._count > 1))
+        self._stops.add(stop)
+        stop.add_done_callback(self._stop_done)
+
+    def _stop_done(self, stop: asyncio.Task[Any]) -> None:
+        self._stops.discard(stop)
+        if not stop.cancelled() and stop.exception() is not None:
+            self._count = 0  # it did not arrive; the next Ctrl-C asks again

@@ -1,0 +1,413 @@
+"""A member's view of its mesh without an agent: find one, ask it, act on jobs.
+
+Used by the commands and by the launcher. It speaks to the agents' doors with this machine's
+identity and has no privilege of its own; it does not know how anything is printed or packed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from gpulayer_mesh.core import wire
+from gpulayer_mesh.core.jobspec import JobRecord, JobSpec, OutputFile
+from gpulayer_mesh.core.logrecord import LogRecord, RecordParser
+from gpulayer_mesh.core.types import Address, Addresses, NodeId, Snapshot
+from gpulayer_mesh.errors import (
+    DiscoveryError,
+    GpuLayerError,
+    NoMeshError,
+    NotAllowedError,
+    TransportError,
+)
+from gpulayer_mesh.runtime import identity as identities
+from gpulayer_mesh.runtime.dial import Dialer
+from gpulayer_mesh.runtime.discovery import browse, mesh_tag
+
+CALL_S = 10.0  # default deadline of one call
+MDNS_AFTER_S = 0.3  # remembered addresses get this head start over multicast
+SNAPSHOT_MAX = 16 * 1024 * 1024  # 1,024 members with full capabilities
+LOG_RETRY_S = (0.2, 0.5, 1.0, 2.0, 4.0)  # then each 4 s
+FETCH_RETRY_S = (0.2, 1.0, 3.0)
+JOBS_S = 3.0  # a member that does not answer by then is left out of the list
+
+
+class MeshClient:
+    """One connection to the mesh; use as an async context manager."""
+
+    def __init__(self, home: Path, identity: identities.Identity, mesh: identities.MeshFiles) -> None:
+        self.home = home
+        self.identity = identity
+        self.mesh = mesh
+        self.book = mesh.book
+        self.dialer = Dialer(context=mesh.client_context, book=mesh.book, node=identity.node)
+        self.entry: NodeId = ""  # the member that answered first
+        self._addresses: dict[NodeId, Addresses] = identities.load_peers(home)
+
+    @classmethod
+    async def connect(cls, home: Path, *, deadline_s: float = 5.0) -> MeshClient:
+        """Find one reachable member: remembered addresses first, mDNS beside them.
+
+        Raises:
+            NoMeshError: this machine is in no mesh.
+            DiscoveryError: nobody answered in time.
+        """
+        mesh = identities.load_mesh(home)
+        if mesh is None:
+            raise NoMeshError(
+                "this machine belongs to no mesh yet",
+                hint="gpulayer mesh local --nodes 3 -- python train.py   (try it on this machine)\n"
+                "gpulayer mesh create, then gpulayer mesh invite    (start a mesh here)\n"
+                "gpulayer mesh join LINE                            (join one with its line)",
+            )
+        client = cls(home, identities.load_or_create(home), mesh)
+        try:
+            await client._find_entry(deadline_s)
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    async def __aenter__(self) -> MeshClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close every connection and remember where members were reached."""
+        identities.save_peers(self.home, self._addresses)
+        await self.dialer.close()
+
+    @property
+    def name(self) -> str:
+        """This machine's name in the roster."""
+        entry = self.book.entry(self.identity.node)
+        return entry.name if entry else "unknown"
+
+    def addresses(self, node: NodeId) -> Addresses:
+        """Return where a member may be reached, the proven address first."""
+        return self._addresses.get(node, ())
+
+    async def call(
+        self,
+        node: NodeId,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        raw: bytes | None = None,
+        deadline_s: float = CALL_S,
+        max_bytes: int = wire.BODY_MAX,
+    ) -> Any:
+        """Make one request to a member's door and return the decoded answer."""
+        data = raw if raw is not None else b"" if body is None else wire.pack(body)
+        answer = await self.dialer.request(
+            node, self.addresses(node), method, path, body=data, deadline_s=deadline_s
+        )
+        return wire.unpack(answer, max_bytes=max_bytes) if answer else None
+
+    async def snapshot(self) -> Snapshot:
+        """Return what the entry member believes about everybody."""
+        plain = await self.call(self.entry, "GET", "/v1/snapshot", max_bytes=SNAPSHOT_MAX)
+        snapshot = wire.decode_as(Snapshot, plain)
+        for member in snapshot.members:
+            if member.addresses:
+                self._addresses[member.node] = merged(
+                    self._addresses.get(member.node, ()), member.addresses
+                )
+        if snapshot.roster_epoch > self.book.epoch:
+            signed = await self.dialer.request(
+                self.entry, self.addresses(self.entry), "GET", "/v1/roster", deadline_s=CALL_S
+            )
+            if self.book.offer(signed):
+                identities.save_roster(self.home, signed)
+        return snapshot
+
+    async def _find_entry(self, deadline_s: float) -> None:
+        tries: set[asyncio.Task[NodeId]] = set()
+        give_up = time.monotonic() + deadline_s
+
+        async def ask(node: NodeId, addresses: Addresses) -> NodeId:
+            await self.dialer.request(node, addresses, "GET", "/v1/ping", deadline_s=deadline_s)
+            self._addresses[node] = merged(addresses, self._addresses.get(node, ()))
+            return node
+
+        found: asyncio.Queue[tuple[NodeId, Addresses]] = asyncio.Queue(maxsize=256)
+
+        async def multicast() -> None:
+            if tries:
+                await asyncio.sleep(MDNS_AFTER_S)
+            async for candidate in browse(mesh_tag(self.mesh.mesh), deadline_s):
+                if candidate.node != self.identity.node:
+                    found.put_nowait((candidate.node, candidate.addresses))
+
+        for node, addresses in self._addresses.items():
+            tries.add(asyncio.create_task(ask(node, addresses)))
+        agent = identities.running_agent(self.home)
+        if agent is not None:
+            tries.add(asyncio.create_task(ask(self.identity.node, agent)))
+        browser = asyncio.create_task(multicast())
+        getter = asyncio.create_task(found.get())
+        refusal: NotAllowedError | None = None
+        try:
+            while (left := give_up - time.monotonic()) > 0:
+                done, _ = await asyncio.wait(
+                    {*tries, getter}, timeout=left, return_when=asyncio.FIRST_COMPLETED
+                )
+                if getter in done:
+                    node, addresses = getter.result()
+                    tries.add(asyncio.create_task(ask(node, addresses)))
+                    getter = asyncio.create_task(found.get())
+                for task in done & tries:
+                    tries.discard(task)
+                    error = task.exception()
+                    if error is None:
+                        self.entry = task.result()
+                        return
+                    if isinstance(error, NotAllowedError):
+                        refusal = error
+                if refusal is not None and not tries:
+                    raise refusal
+        finally:
+            browser.cancel()
+            getter.cancel()
+            for task in tries:
+                task.cancel()
+            await asyncio.gather(browser, getter, *tries, return_exceptions=True)
+        raise DiscoveryError(
+            f"no member of the mesh answered within {deadline_s:g} s"
+            + (f" ({len(self._addresses)} remembered)" if self._addresses else ""),
+            hint="is gpulayer-agent running on the other machines, and is this one on their LAN?",
+        )
+
+    # -- roster ----------------------------------------------------------------------------------
+
+    async def push_roster(self, signed: bytes) -> tuple[list[str], list[str]]:
+        """Hand a new roster to every member; return the names reached and not reached."""
+        entries = [e for e in self.book.entries() if e.node != self.identity.node]
+
+        async def one(node: NodeId) -> None:
+            await self.dialer.request(
+                node, self.addresses(node), "POST", "/v1/roster", body=signed, deadline_s=3.0
+            )
+
+        results = await asyncio.gather(*(one(e.node) for e in entries), return_exceptions=True)
+        reached = [e.name for e, r in zip(entries, results, strict=True) if r is None]
+        missed = [e.name for e, r in zip(entries, results, strict=True) if r is not None]
+        return reached, missed
+
+    # -- jobs ------------------------------------------------------------------------------------
+
+    def sign_spec(self, spec: JobSpec) -> bytes:
+        """Sign a job with this machine's key; every executing node checks it."""
+        return wire.seal(
+            self.identity.key,
+            kind="job",
+            mesh=self.mesh.mesh,
+            sender=self.identity.node,
+            audience=spec.id,
+            body=spec,
+        )
+
+    @staticmethod
+    def decode_record(plain: Any) -> JobRecord:
+        """Check a record that came off the wire."""
+        return wire.decode_as(JobRecord, plain)
+
+    async def jobs(self) -> list[JobRecord]:
+        """Return the jobs that reachable members know, newest first; the keeper's word counts."""
+        snapshot = await self.snapshot()
+
+        async def of(node: NodeId) -> list[JobRecord]:
+            plain = await self.call(node, "GET", "/v1/jobs", deadline_s=JOBS_S)
+            return [self.decode_record(one) for one in plain]
+
+        nodes = [m.node for m in snapshot.members if m.addresses]
+        answers = await asyncio.gather(*(of(node) for node in nodes), return_exceptions=True)
+        best: dict[str, JobRecord] = {}
+        for node, records in zip(nodes, answers, strict=True):
+            if isinstance(records, BaseException):
+                continue
+            for record in records:
+                if record.spec.id not in best or record.keeper == node:
+                    best[record.spec.id] = record
+        return sorted(best.values(), key=lambda r: r.spec.submitted_at, reverse=True)
+
+    async def find_job(self, ident: str) -> JobRecord:
+        """Return the one job whose id starts with `ident`.
+
+        Raises:
+            GpuLayerError: none or several.
+        """
+        known = await self.jobs()
+        found = [record for record in known if record.spec.id.startswith(ident.lower())]
+        if len(found) == 1:
+            return found[0]
+        if not found:
+            raise GpuLayerError(f"no job {ident!r}", hint="`gpulayer jobs` lists them")
+        names = ", ".join(record.spec.id for record in found[:5])
+        raise GpuLayerError(f"job {ident!r} is ambiguous: {names}", hint="give more characters")
+
+    async def record(self, job: JobRecord) -> JobRecord:
+        """Return the newest record, from the keeper or else from any participant."""
+        nodes = [job.keeper, *(s.node for s in job.spec.slots if s.node != job.keeper)]
+        error: Exception = TransportError(f"no node of job {job.spec.id} answered")
+        for node in nodes:
+            try:
+                plain = await self.call(node, "GET", f"/v1/jobs/{job.spec.id}", deadline_s=5.0)
+            except GpuLayerError as e:
+                error = e
+                continue
+            return self.decode_record(plain)
+        raise error
+
+    async def stop(self, job: str, *, grace_s: float | None, kill: bool) -> JobRecord:
+        """Stop a job in whatever state it is; safe to repeat."""
+        record = await self.find_job(job)
+        body = {"grace_s": grace_s, "kill": kill}
+        nodes = [record.keeper, *(s.node for s in record.spec.slots if s.node != record.keeper)]
+        error: Exception = TransportError(f"no node of job {job} answered")
+        for node in nodes:
+            try:
+                plain = await self.call(node, "POST", f"/v1/jobs/{record.spec.id}/stop", body)
+            except TransportError as e:
+                error = e
+                continue
+            return self.decode_record(plain)
+        raise error
+
+    async def logs(
+        self, record: JobRecord, *, ranks: frozenset[int] | None, follow: bool
+    ) -> AsyncIterator[LogRecord]:
+        """Yield the log records of all nodes of a job as they arrive, each once, ranks in order.
+
+        Broken connections are dialled again from the last record seen; a node that stays away
+        ends its own part once the job's record says that the job is over.
+        """
+        merged_records: asyncio.Queue[LogRecord | None] = asyncio.Queue(maxsize=4096)
+
+        async def of(node: NodeId) -> None:
+            try:
+                await self._node_logs(record, node, ranks, follow, merged_records.put)
+            finally:
+                await merged_records.put(None)
+
+        nodes = {slot.node for slot in record.spec.slots}
+        tasks = [asyncio.create_task(of(node)) for node in sorted(nodes)]
+        try:
+            open_streams = len(tasks)
+            while open_streams:
+                item = await merged_records.get()
+                if item is None:
+                    open_streams -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _node_logs(
+        self,
+        record: JobRecord,
+        node: NodeId,
+        ranks: frozenset[int] | None,
+        follow: bool,
+        put: Callable[[LogRecord], Awaitable[None]],
+    ) -> None:
+        next_seq: dict[int, int] = {}
+        failures = 0
+        while True:
+            start = ",".join(f"{rank}:{seq}" for rank, seq in sorted(next_seq.items()))
+            query = f"follow={int(follow)}&from={start}"
+            if ranks is not None:
+                query += "&ranks=" + ",".join(map(str, sorted(ranks)))
+            path = f"/v1/jobs/{record.spec.id}/logs?{query}"
+            parser = RecordParser()
+            try:
+                async for data in self.dialer.stream(node, self.addresses(node), "GET", path):
+                    failures = 0
+                    for one in parser.feed(data):
+                        if one.seq >= next_seq.get(one.rank, 0):
+                            next_seq[one.rank] = one.seq + 1
+                            await put(one)
+                return
+            except TransportError:
+                if not follow or await self._over_without(record, node):
+                    return
+                await asyncio.sleep(LOG_RETRY_S[min(failures, len(LOG_RETRY_S) - 1)])
+                failures += 1
+
+    async def _over_without(self, record: JobRecord, node: NodeId) -> bool:
+        others = [s.node for s in record.spec.slots if s.node != node]
+        for other in [record.keeper, *others]:
+            if other == node:
+                continue
+            try:
+                plain = await self.call(other, "GET", f"/v1/jobs/{record.spec.id}", deadline_s=5.0)
+            except GpuLayerError:
+                continue
+            return self.decode_record(plain).ended_age_s is not None
+        return False
+
+    async def outputs(self, record: JobRecord) -> list[tuple[NodeId, OutputFile]]:
+        """List the files that the reachable nodes of a job offer."""
+        nodes = sorted({slot.node for slot in record.spec.slots})
+
+        async def of(node: NodeId) -> list[tuple[NodeId, OutputFile]]:
+            path = f"/v1/jobs/{record.spec.id}/files"
+            plain = await self.call(node, "GET", path, deadline_s=120.0)  # hashes gigabytes
+            return [(node, wire.decode_as(OutputFile, one)) for one in plain]
+
+        answers = await asyncio.gather(*(of(node) for node in nodes), return_exceptions=True)
+        return [one for files in answers if not isinstance(files, BaseException) for one in files]
+
+    async def fetch(self, record: JobRecord, node: NodeId, file: OutputFile, dest: Path) -> None:
+        """Bring one output file home: resumed where it broke off, verified, renamed into place.
+
+        Raises:
+            TransportError: the node stayed away, or the bytes do not match their hash.
+        """
+        dest.parent.mkdir(parents=True, exist_ok=True)
+        part = dest.with_name(f".{dest.name[:200]}.part")
+        part.unlink(missing_ok=True)
+        digest = hashlib.sha256()
+        offset = 0
+        with part.open("wb") as out:
+            for wait_s in (*FETCH_RETRY_S, None):
+                try:
+                    async for data in self._read_output(record, node, file, offset):
+                        digest.update(data)
+                        out.write(data)
+                        offset += len(data)
+                    break
+                except TransportError:
+                    if wait_s is None:
+                        raise
+                    await asyncio.sleep(wait_s)
+        if offset != file.size or digest.digest() != file.sha256:
+            part.unlink()
+            raise TransportError(f"{file.path!r} arrived damaged: {offset} of {file.size} bytes")
+        part.replace(dest)
+
+    async def _read_output(
+        self, record: JobRecord, node: NodeId, file: OutputFile, offset: int
+    ) -> AsyncIterator[bytes]:
+        path = (
+            f"/v1/jobs/{record.spec.id}/file?area={file.area}&rank={file.rank}"
+            f"&offset={offset}&path={quote(file.path, safe='')}"
+        )
+        async for data in self.dialer.stream(node, self.addresses(node), "GET", path):
+            yield data
+
+
+def merged(first: Addresses, then: Addresses) -> Addresses:
+    """Join two address lists, best first, within the limit of 8."""
+    seen: dict[Address, None] = dict.fromkeys((*first, *then))
+    return tuple(seen)[:8]
