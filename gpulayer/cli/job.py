@@ -1,0 +1,197 @@
+"""The commands about jobs: run, jobs, logs, attach, stop, get.
+
+They turn arguments into a request or a look at the mesh and print the answer. How a job comes to
+run is the launcher's matter, how its files lie at home is `gpulayer.jobs`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from gpulayer_mesh.client import MeshClient
+from gpulayer_mesh.core.jobspec import JobKind, JobRecord
+from gpulayer_mesh.core.types import Accelerator
+from gpulayer_mesh.errors import ConfigError, ExitCode, GpuLayerError
+
+from gpulayer import env
+from gpulayer import jobs as viewing
+from gpulayer.ui import Ui
+from gpulayer.views import exit_code, job_lines, jobs_json, log_json, outcome_lines
+
+_PYTHON = re.compile(r"python(3(\.\d+)?)?")
+_END_S = 15.0  # on top of the grace time: ranks are killed, files listed, the record written
+
+
+def run(args: Namespace, ui: Ui) -> int:
+    """Run a command as a job and follow it; exits with the job's code."""
+    from gpulayer.launcher import JobRequest, run_job
+
+    for name in args.secret:
+        if "=" in name:
+            raise ConfigError(
+                f"--secret {name.partition('=')[0]}=...: a value on the command line is no secret",
+                hint="export it in this shell and give its name only",
+            )
+    argv, python, root = described(args.command, Path.cwd())
+    # One process is a plain command; several get torchrun's environment, whatever they are.
+    single = args.nodes == 1 and args.devices == 1
+    outcome = run_job(
+        JobRequest(
+            argv=argv,
+            python=python,
+            kind=JobKind.COMMAND if single else JobKind.DISTRIBUTED,
+            name=args.name or _name(argv, python),
+            root=root,
+            nodes=args.nodes,
+            devices=args.devices,
+            accelerator=None if args.accelerator == "auto" else Accelerator(args.accelerator),
+            target=tuple(args.target.split(",")) if "," in args.target else args.target,
+            env=env.forwarded_env(args.env),
+            secrets=env.named_env(args.secret),
+            stop_grace_s=args.grace,
+            detach=args.detach,
+            dry_run=args.dry_run,
+        )
+    )
+    return outcome.code
+
+
+def described(command: tuple[str, ...], here: Path) -> tuple[tuple[str, ...], bool, Path]:
+    """Return the job's arguments, whether Python runs them, and the folder to ship.
+
+    Each node puts its own interpreter in front, so `python` goes. The folder is the one the user
+    stands in; a script elsewhere is shipped with its own folder, under its plain name.
+    """
+    if _PYTHON.fullmatch(Path(command[0]).name) is None:
+        return command, False, here
+    argv = command[1:]
+    if not argv:
+        raise ConfigError(f"{command[0]!r} alone would wait for input that a job never gets")
+    script = Path(os.path.normpath(here / argv[0]))  # not resolved: links are shipped as they are
+    if script.is_file():
+        root = here if script.is_relative_to(here) else script.parent
+        argv = (str(script.relative_to(root)), *argv[1:])
+        return argv, True, root
+    return argv, True, here
+
+
+def _name(argv: tuple[str, ...], python: bool) -> str:
+    if python and argv[0] == "-m" and len(argv) > 1:
+        return argv[1]
+    return Path(argv[0]).name or argv[0]
+
+
+def jobs(args: Namespace, ui: Ui) -> int:
+    """List jobs, newest first."""
+
+    async def ask() -> list[JobRecord]:
+        async with await MeshClient.connect(env.home()) as client:
+            return await client.jobs()
+
+    records = asyncio.run(ask())
+    if args.json:
+        ui.data([json.dumps(jobs_json(records))])
+    elif records:
+        ui.data(job_lines(records))
+    else:
+        ui.note("no jobs yet")
+    return ExitCode.OK
+
+
+def logs(args: Namespace, ui: Ui) -> int:
+    """Print output of a job; with --follow until it ends, then exits with its code."""
+
+    async def watch(client: MeshClient, record: JobRecord) -> int:
+        if args.json:
+            async for line in client.logs(record, ranks=args.rank, follow=args.follow):
+                ui.data([json.dumps(log_json(record.spec, line))])
+            return exit_code(await client.record(record)) or 0 if args.follow else ExitCode.OK
+        if not args.follow:
+            await viewing.print_log(client, record, ui, ranks=args.rank)
+            ui.finish()
+            return ExitCode.OK
+        final = await viewing.follow(client, record, ui, ranks=args.rank)
+        ui.outcome(final)
+        return exit_code(final) or 0
+
+    return _view(args, ui, watch)
+
+
+def attach(args: Namespace, ui: Ui) -> int:
+    """Follow a job as its own launcher would."""
+
+    async def watch(client: MeshClient, record: JobRecord) -> int:
+        final = await viewing.follow(client, record, ui)
+        await viewing.collect(client, final, _home_of(final), ui)
+        ui.outcome(final)
+        return exit_code(final) or 0
+
+    return _view(args, ui, watch)
+
+
+def _view(args: Namespace, ui: Ui, watch: Any) -> int:
+    found: list[JobRecord] = []
+
+    async def look() -> int:
+        async with await MeshClient.connect(env.home()) as client:
+            found.append(await client.find_job(args.job))
+            return int(await watch(client, found[0]))
+
+    try:
+        return asyncio.run(look())
+    except KeyboardInterrupt:
+        ui.finish()
+        if found and found[0].ended_age_s is None:
+            ui.detached(found[0])
+        raise
+
+
+def stop(args: Namespace, ui: Ui) -> int:
+    """Stop a job and wait for the proof that it has ended."""
+
+    async def end() -> JobRecord:
+        async with await MeshClient.connect(env.home()) as client:
+            record = await client.find_job(args.job)
+            if record.state in viewing.ENDED:
+                return record
+            grace_s = 0.0 if args.kill else args.grace or record.spec.stop_grace_s
+            ui.stopping(record.spec.id, args.kill, grace_s)
+            record = await client.stop(record.spec.id, grace_s=args.grace, kill=args.kill)
+            try:
+                async with asyncio.timeout(grace_s + _END_S):
+                    return await viewing.wait_end(client, record, ui)
+            except TimeoutError:
+                raise GpuLayerError(
+                    f"job {record.spec.id} has not ended after {grace_s + _END_S:g} s",
+                    hint=f"gpulayer stop --kill {record.spec.id}",
+                ) from None
+
+    lines, _ = outcome_lines(asyncio.run(end()))
+    for line in lines:
+        ui.note(line)
+    return ExitCode.OK
+
+
+def get(args: Namespace, ui: Ui) -> int:
+    """Bring files of a job here."""
+
+    async def fetch() -> list[Path]:
+        async with await MeshClient.connect(env.home()) as client:
+            record = await client.find_job(args.job)
+            dest = Path(args.to) if args.to else _home_of(record)
+            return await viewing.collect(client, record, dest, ui, only=args.path)
+
+    if not asyncio.run(fetch()):
+        what = f"no file {args.path!r}" if args.path else "no files"
+        raise GpuLayerError(f"job {args.job} offers {what}", hint="is the job's node reachable?")
+    return ExitCode.OK
+
+
+def _home_of(record: JobRecord) -> Path:
+    return Path.cwd() / "gpulayer_jobs" / record.spec.id

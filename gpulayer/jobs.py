@@ -1,0 +1,192 @@
+"""Watching a job from any member machine, and bringing its files home.
+
+A viewer only reads: it may go at any moment, the job does not notice. How a connection is found and
+repaired is the client's matter, how a line looks is `ui`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from gpulayer_mesh.core.jobspec import JobRecord, JobSpec, JobState, OutputFile
+from gpulayer_mesh.core.manifest import check_path
+from gpulayer_mesh.errors import DiscoveryError, GpuLayerError, RemoteProtocolError, TransportError
+
+from gpulayer.ui import Ui, shown_path
+from gpulayer.views import counted, rank_nodes, size
+
+if TYPE_CHECKING:
+    from gpulayer_mesh.client import MeshClient
+    from gpulayer_mesh.core.types import NodeId
+
+ENDED = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
+POLL_S = 1.0  # how often the record is asked for while lines arrive
+POLL_FAST_S = 0.1  # ... and once all lines are there: the end is a moment away
+DRAIN_S = 10.0  # after the end, for lines still on their way
+LOST_S = 600.0  # nobody answers for this long: twice the ranks' own lease, so the job is gone
+LOST_TRIES = 10  # ... and not just because this machine slept
+FETCHES = 4  # parallel downloads: fills a 1 Gbit/s link through one TLS core
+HIDDEN = ".gpulayer-result"  # the Trainer's own folder: fetched, not listed
+
+
+async def follow(
+    client: MeshClient, record: JobRecord, ui: Ui, *, ranks: frozenset[int] | None = None
+) -> JobRecord:
+    """Print a job's lines as they come until it has ended; return the final record.
+
+    Raises:
+        DiscoveryError: no node of the job has answered for ten minutes.
+    """
+    lines_done = asyncio.Event()
+
+    async def print_lines() -> None:
+        try:
+            await print_log(client, record, ui, ranks=ranks, live=True)
+        finally:
+            lines_done.set()
+
+    lines = asyncio.create_task(print_lines())
+    try:
+        final = await _wait_end(client, record, ui, lines_done)
+        _, late = await asyncio.wait([lines], timeout=DRAIN_S)
+        if late or lines.exception() is not None:
+            ui.note(f"some lines did not arrive; see gpulayer logs {record.spec.id}")
+        return final
+    finally:
+        lines.cancel()
+        with contextlib.suppress(asyncio.CancelledError, GpuLayerError):
+            await lines
+        ui.finish()
+
+
+async def print_log(
+    client: MeshClient,
+    record: JobRecord,
+    ui: Ui,
+    *,
+    ranks: frozenset[int] | None = None,
+    live: bool = False,
+) -> None:
+    """Print the lines of some or all ranks; with `live`, until the job has ended."""
+    nodes = rank_nodes(record.spec)
+    prefix = len(nodes if ranks is None else ranks) > 1
+    async for line in client.logs(record, ranks=ranks, follow=live):
+        if line.rank < len(nodes):  # a node may not speak for ranks that the job does not have
+            ui.log(line, nodes[line.rank], prefix=prefix)
+
+
+async def wait_end(client: MeshClient, record: JobRecord, ui: Ui) -> JobRecord:
+    """Wait until a job has ended, without its lines."""
+    return await _wait_end(client, record, ui, asyncio.Event())
+
+
+async def _wait_end(
+    client: MeshClient, record: JobRecord, ui: Ui, lines_done: asyncio.Event
+) -> JobRecord:
+    answered, failures = time.monotonic(), 0
+    while True:
+        try:
+            record = await client.record(record)
+            answered, failures = time.monotonic(), 0
+        except TransportError as e:
+            silent_s, failures = time.monotonic() - answered, failures + 1
+            if silent_s > LOST_S and failures > LOST_TRIES:
+                raise DiscoveryError(
+                    f"no node of job {record.spec.id} has answered for {silent_s:.0f} s",
+                    hint=f"gpulayer attach {record.spec.id}, once they are back",
+                ) from e
+            if failures == 3:  # one or two are a hiccup
+                ui.note(f"no node of job {record.spec.id} answers; trying again")
+        if record.state in ENDED:
+            return record
+        if lines_done.is_set():
+            await asyncio.sleep(POLL_S if failures else POLL_FAST_S)
+        else:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(lines_done.wait(), POLL_S)
+
+
+async def collect(
+    client: MeshClient,
+    record: JobRecord,
+    dest: Path,
+    ui: Ui,
+    *,
+    only: str | None = None,
+) -> list[Path]:
+    """Bring output files home into `dest`; return their paths. What cannot come is named.
+
+    Args:
+        only: a file or folder as it lies in `dest`; None: everything.
+    """
+    everything, refused = placed(record.spec, await client.outputs(record))
+    wanted = None if only is None else PurePosixPath(only)
+    files = [one for one in everything if wanted is None or wanted in (one[2], *one[2].parents)]
+    for problem in refused:
+        ui.note(f"a file did not come home: {problem}")
+    gate = asyncio.Semaphore(FETCHES)
+
+    async def fetch(node: NodeId, file: OutputFile, path: PurePosixPath) -> Path | None:
+        async with gate:
+            try:
+                await client.fetch(record, node, file, dest / path)
+            except (GpuLayerError, OSError) as e:
+                ui.note(f"{path} did not come home: {e}")
+                return None
+            return dest / path
+
+    fetched = await asyncio.gather(*(fetch(*one) for one in files))
+    home = [
+        (path, file)
+        for path, (_, file, _) in zip(fetched, files, strict=True)
+        if path is not None and not _hidden(file)
+    ]
+    if home:
+        total = size(sum(file.size for _, file in home))
+        ui.note(f"{counted(len(home), 'file')}, {total} -> {shown_path(dest)}")
+    return [path for path in fetched if path is not None]
+
+
+def placed(
+    spec: JobSpec, outputs: Sequence[tuple[NodeId, OutputFile]]
+) -> tuple[list[tuple[NodeId, OutputFile, PurePosixPath]], list[str]]:
+    """Decide where each file lies at home, no two in one place; also return what is refused.
+
+    Rank 0's `$GPULAYER_OUT` and the working folder of its node come to the plain path, those of
+    other ranks and nodes under `rank<k>/`. Where two want one place, the working folder's file
+    moves under `work/`. Peers name the files: those with unsafe paths, or of ranks that do not run
+    on the node that offers them, are refused.
+    """
+    hosts = [slot.node for slot in spec.slots for _ in range(slot.processes)]
+    taken: set[PurePosixPath] = set()  # files
+    folders: set[PurePosixPath] = set()
+    result = []
+    refused = []
+    ordered = sorted(outputs, key=lambda one: (one[1].area != "out", one[1].rank, one[1].path))
+    for node, file in ordered:
+        if not 0 <= file.rank < len(hosts) or hosts[file.rank] != node:
+            refused.append(f"rank {file.rank} does not run on the node that offers {file.path!r}")
+            continue
+        try:
+            check_path(file.path)
+        except RemoteProtocolError as e:
+            refused.append(e.message)
+            continue
+        base = PurePosixPath("" if file.rank == 0 else f"rank{file.rank}")
+        path = base / file.path
+        while path in taken or path in folders or not taken.isdisjoint(path.parents):
+            base /= file.area
+            path = base / file.path
+        taken.add(path)
+        folders.update(path.parents)
+        result.append((node, file, path))
+    return result, refused
+
+
+def _hidden(file: OutputFile) -> bool:
+    return file.area == "out" and file.path.split("/")[0] == HIDDEN
