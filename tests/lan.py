@@ -296,7 +296,8 @@ class Lan:
 
         Args:
             tag: starts the name of every namespace. The default belongs to this process and is
-                swept away by the next user of this module when the process has died.
+                removed when it ends, or swept away by the next user of this module. A LAN with
+                a tag of your own stays until `close`, also in another process.
         """
         if wrong := [name for name in hosts if not _NAMES.fullmatch(name)]:
             raise LanError(f"not usable as host names: {wrong}")
@@ -324,7 +325,8 @@ class Lan:
     def up(self) -> None:
         """Build the network; about 50 ms a host."""
         _sweep()
-        atexit.register(self.close)
+        if _OWNED.fullmatch(self.tag):
+            atexit.register(self.close)
         self.folder.mkdir(mode=0o700)
         _ip("netns", "add", self.tag)
         for host in self:
