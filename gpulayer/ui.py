@@ -80,6 +80,11 @@ class Ui:
         for line in lines:
             self._line(self._out, line)
 
+    def clear(self) -> None:
+        """Start a fresh page, on a terminal only."""
+        if self._out.isatty():
+            self._write(self._out, "\x1b[H\x1b[2J")
+
     def error(self, error: BaseException, *, debug: bool = False) -> None:
         """Print what went wrong and what to do about it."""
         if debug:

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpulayer_mesh.core.jobspec import JobRecord, JobSpec, RankStatus
     from gpulayer_mesh.core.logrecord import LogRecord
+    from gpulayer_mesh.core.placement import Plan
     from gpulayer_mesh.core.types import MemberSnapshot, Snapshot
     from gpulayer_mesh.errors import Refusal
 
 SCHEMA = 1
 TABLE_WIDTH = 100  # columns; half of a common screen
 _TAIL_LINES = 20  # a traceback with its cause, on one screen
+_REFUSED = 10  # nodes that a plan explains; a refused request explains all
 _CLIP_MIN = 6  # columns that a clipped cell keeps
 
 
@@ -294,6 +296,28 @@ def refusal_lines(refusals: Sequence[Refusal], width: int = TABLE_WIDTH) -> list
 
 
 # Jobs
+
+
+def plan_lines(plan: Plan, *, width: int = TABLE_WIDTH) -> list[str]:
+    """Return where a job goes and why, and why not to every other node."""
+    per_node = {slot.processes for slot in plan.slots}
+    nodes = counted(len(plan.slots), "node")
+    if len(per_node) == 1:
+        shape = f"{nodes} x {counted(per_node.pop(), 'process')}"
+    else:
+        shape = f"{nodes}, {counted(plan.world_size, 'process')}"
+    rows = []
+    first = 0
+    for slot, (name, reason) in zip(plan.slots, plan.chosen, strict=True):
+        ranks = range(first, first + slot.processes)
+        first += slot.processes
+        rows.append(("  rank" if len(ranks) == 1 else "  ranks", ranges(ranks), name, reason))
+    lines = [f"plan: {shape} on {plan.accelerator.value}"]
+    lines += table(("", "", "", ""), rows, width=width, shrink=(2, 3))[1:]
+    lines += [clip(clean(f"  not {r.node}: {r.reason}"), width) for r in plan.refused[:_REFUSED]]
+    if len(plan.refused) > _REFUSED:
+        lines.append(f"  not {len(plan.refused) - _REFUSED} more nodes")
+    return lines + [f"  note: {clean(warning)}" for warning in plan.warnings]
 
 
 def rank_nodes(spec: JobSpec) -> list[str]:
