@@ -40,12 +40,16 @@ JOBS_S = 3.0  # a member that does not answer by then is left out of the list
 class MeshClient:
     """One connection to the mesh; use as an async context manager."""
 
-    def __init__(self, home: Path, identity: identities.Identity, mesh: identities.MeshFiles) -> None:
+    def __init__(
+        self, home: Path, identity: identities.Identity, mesh: identities.MeshFiles
+    ) -> None:
         self.home = home
         self.identity = identity
         self.mesh = mesh
         self.book = mesh.book
-        self.dialer = Dialer(context=mesh.client_context, book=mesh.book, node=identity.node)
+        self.dialer = Dialer(
+            context=identities.client_context(home), book=mesh.book, node=identity.node
+        )
         self.entry: NodeId = ""  # the member that answered first
         self._addresses: dict[NodeId, Addresses] = identities.load_peers(home)
 
@@ -57,7 +61,8 @@ class MeshClient:
             NoMeshError: this machine is in no mesh.
             DiscoveryError: nobody answered in time.
         """
-        mesh = identities.load_mesh(home)
+        identity = identities.load_or_create(home)
+        mesh = identities.load_mesh(identity)
         if mesh is None:
             raise NoMeshError(
                 "this machine belongs to no mesh yet",
@@ -65,7 +70,7 @@ class MeshClient:
                 "gpulayer mesh create, then gpulayer mesh invite    (start a mesh here)\n"
                 "gpulayer mesh join LINE                            (join one with its line)",
             )
-        client = cls(home, identities.load_or_create(home), mesh)
+        client = cls(home, identity, mesh)
         try:
             await client._find_entry(deadline_s)
         except BaseException:
@@ -87,7 +92,7 @@ class MeshClient:
     @property
     def name(self) -> str:
         """This machine's name in the roster."""
-        entry = self.book.entry(self.identity.node)
+        entry = self.book.members.get(self.identity.node)
         return entry.name if entry else "unknown"
 
     def addresses(self, node: NodeId) -> Addresses:
@@ -126,7 +131,7 @@ class MeshClient:
                 self.entry, self.addresses(self.entry), "GET", "/v1/roster", deadline_s=CALL_S
             )
             if self.book.offer(signed):
-                identities.save_roster(self.home, signed)
+                identities.save_roster(self.home, self.book)
         return snapshot
 
     async def _find_entry(self, deadline_s: float) -> None:
@@ -144,8 +149,9 @@ class MeshClient:
             if tries:
                 await asyncio.sleep(MDNS_AFTER_S)
             async for candidate in browse(mesh_tag(self.mesh.mesh), deadline_s):
-                if candidate.node != self.identity.node:
-                    found.put_nowait((candidate.node, candidate.addresses))
+                node = self.book.hinted(candidate.node_hint)
+                if node is not None and node != self.identity.node and not found.full():
+                    found.put_nowait((node, candidate.addresses))
 
         for node, addresses in self._addresses.items():
             tries.add(asyncio.create_task(ask(node, addresses)))
@@ -190,7 +196,7 @@ class MeshClient:
 
     async def push_roster(self, signed: bytes) -> tuple[list[str], list[str]]:
         """Hand a new roster to every member; return the names reached and not reached."""
-        entries = [e for e in self.book.entries() if e.node != self.identity.node]
+        entries = [e for e in self.book.members.values() if e.node != self.identity.node]
 
         async def one(node: NodeId) -> None:
             await self.dialer.request(

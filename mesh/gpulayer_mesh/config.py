@@ -82,7 +82,9 @@ def parse_peer(text: str) -> tuple[str, int]:
     Raises:
         ConfigError: not of that form.
     """
-    match = re.fullmatch(r"\[([0-9a-fA-F:.]+(?:%\w+)?)\](?::(\d{1,5}))?|([^:\[\]\s]+)(?::(\d{1,5}))?", text)
+    match = re.fullmatch(
+        r"\[([0-9a-fA-F:.]+(?:%\w+)?)\](?::(\d{1,5}))?|([^:\[\]\s]+)(?::(\d{1,5}))?", text
+    )
     if match is None:
         raise ConfigError(f"peer {text!r}: write HOST:PORT or [IPV6]:PORT")
     host, port = match[1] or match[3], int(match[2] or match[4] or DEFAULT_PORT)

@@ -63,6 +63,10 @@ class DiscoveryError(GpuLayerError):
     exit_code = ExitCode.UNREACHABLE
 
 
+class NotFoundError(GpuLayerError):
+    """What was asked for does not exist on the node that answered."""
+
+
 class TransportError(GpuLayerError):
     """A connection failed, timed out or broke off."""
 
