@@ -1,0 +1,443 @@
+"""What a shim does to real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from gpulayer_mesh import shim
+from gpulayer_mesh.core import logrecord
+from gpulayer_mesh.core.hosted import RankExited, ShimDone, ShimLost
+from gpulayer_mesh.core.logrecord import LogStream, RecordParser
+from gpulayer_mesh.errors import GpuLayerError
+from shim_jobs import Job, eventually, is_running
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+SLEEP = "import time; print('up'); time.sleep(600)"
+# Ignores SIGTERM, as a rank inside native code does.
+DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up'); time.sleep(600)"
+
+
+def test_shim_writes_the_format_the_rest_reads() -> None:
+    assert shim.RECORD_FORMAT == logrecord.RECORD_FORMAT
+    assert shim.DATA_MAX == logrecord.DATA_MAX
+    assert tuple(LogStream) == (shim.OUT, shim.ERR, shim.NOTE)
+
+
+async def test_exit_codes_arrive(tmp_path: Path) -> None:
+    job = await Job(tmp_path, "pass", "raise SystemExit(7)", "import sys; sys.exit('text')").start()
+    ends = await job.run(ShimDone)
+    assert [(end.code, end.signal, end.stopped) for end in ends] == [
+        (0, None, False),
+        (7, None, False),
+        (1, None, False),
+    ]
+    assert await job.output(2, LogStream.ERR) == b"text\n"
+
+
+async def test_signal_that_we_did_not_send_is_reported_as_one(tmp_path: Path) -> None:
+    kill = "import os; print('last words'); os.kill(os.getpid(), {})"
+    job = await Job(tmp_path, kill.format(9), kill.format(11)).start()
+    ends = await job.run(ShimDone)
+    assert [(end.code, end.signal, end.stopped) for end in ends] == [
+        (None, 9, False),
+        (None, 11, False),
+    ]
+    assert await job.output(0) == b"last words\n"
+    lines = job.status()
+    assert [line["n"] for line in lines] == list(range(1, len(lines) + 1))
+    assert [line["oom"] for line in lines if line["event"] == "rank-exited"] == [False, False]
+
+
+async def test_arguments_arrive_byte_for_byte(tmp_path: Path) -> None:
+    hard = ["", "a b", "'", '"', '{"k": [1]}', "$HOME", "`id`", "a\nb", "--", "-c", "æ☃"]
+    hard.append("\udcff\udc80")  # two bytes that are no UTF-8
+    show = "import os, sys; print([os.fsencode(a) for a in sys.argv[1:]])"
+    job = await Job(tmp_path, [sys.executable, "-X", "utf8", "-c", show, *hard]).start()
+    await job.run(ShimDone)
+    expected = [arg.encode("utf-8", "surrogateescape") for arg in hard]
+    assert await job.output() == f"{expected}\n".encode()
+
+
+async def test_rank_gets_exactly_the_given_environment(tmp_path: Path) -> None:
+    os.environ["NOT_FOR_RANKS"] = "1"
+    try:
+        script = ["/usr/bin/env", "-0"]
+        job = await Job(tmp_path, script, env={"A": "x=y\nz", "B": "\udcff"}).start()
+        await job.run(ShimDone)
+    finally:
+        del os.environ["NOT_FOR_RANKS"]
+    assert sorted((await job.output()).rstrip(b"\0").split(b"\0")) == [
+        b"A=x=y\nz",
+        b"B=\xff",
+        b"GPULAYER_COOKIE=" + job.config.cookie.encode(),
+        b"PATH=/usr/bin:/bin",
+        b"PYTHONUNBUFFERED=1",
+    ]
+
+
+@linux_only
+async def test_rank_inherits_no_descriptor_and_no_ignored_signal(tmp_path: Path) -> None:
+    script = (
+        "import os\n"
+        "print([os.readlink(f'/proc/self/fd/{f}')[:5] for f in (0, 1, 2)],"
+        " len(os.listdir('/proc/self/fd')))\n"
+        "print([l.split()[1] for l in open('/proc/self/status') if l.startswith('SigBlk')])\n"
+        "import signal; print(signal.getsignal(1), os.getsid(0) == os.getpid())"
+    )
+    job = await Job(tmp_path, script).start()
+    await job.run(ShimDone)
+    assert (await job.output()).decode().splitlines() == [
+        "['/dev/', 'pipe:', 'pipe:'] 4",  # the fourth is the listing itself
+        "['0000000000000000']",
+        "0 True",
+    ]
+
+
+async def test_input_ends_at_once(tmp_path: Path) -> None:
+    job = await Job(tmp_path, "input('name? ')").start()
+    (end,) = await job.run(ShimDone)
+    assert end.code == 1
+    assert job.runner.tail_lines(job.dir, 0, 20)[-1] == "EOFError: EOF when reading a line"
+
+
+async def test_print_before_os_exit_is_kept(tmp_path: Path) -> None:
+    job = await Job(tmp_path, "import os; print('x'); os._exit(1)").start()
+    await job.run(ShimDone)
+    assert await job.output() == b"x\n"
+
+
+async def test_line_and_half_line_show_while_the_rank_runs(tmp_path: Path) -> None:
+    job = await Job(
+        tmp_path,
+        "import time; print('whole'); print('half', end='', flush=True); time.sleep(600)",
+    ).start()
+    await job.wait_for_output(b"whole\nhalf")
+    job.runner.kill(job.dir)
+    await job.run(ShimDone)
+
+
+async def test_lines_of_three_ranks_stay_whole(tmp_path: Path) -> None:
+    script = "for i in range(500): print('{}' * 4090, i)"
+    job = await Job(tmp_path, *(script.format(mark) for mark in "abc")).start()
+    await job.run(ShimDone)
+    for rank, mark in enumerate(b"abc"):
+        records = await job.records(rank)
+        assert [r.seq for r in records] == list(range(1, len(records) + 1))
+        assert all(r.rank == rank and r.data.endswith(b"\n") for r in records)
+        lines = b"".join(r.data for r in records).splitlines()
+        assert lines == [bytes([mark]) * 4090 + b" %d" % i for i in range(500)]
+
+
+async def test_progress_bar_keeps_its_bytes(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "for i in range(100): sys.stderr.write(f'\\r{i}%')\n"
+        "sys.stderr.write('\\r\\nend\\r\\n')"
+    )
+    job = await Job(tmp_path, script).start()
+    await job.run(ShimDone)
+    expected = b"".join(b"\r%d%%" % i for i in range(100)) + b"\r\nend\r\n"
+    assert await job.output(0, LogStream.ERR) == expected
+    for record in await job.records():
+        assert not record.data.startswith(b"\n")
+
+
+async def test_long_line_is_split_between_characters(tmp_path: Path) -> None:
+    script = "import sys; sys.stdout.buffer.write('x'.encode() + '\u2603'.encode() * 100000)"
+    job = await Job(tmp_path, script).start()
+    await job.run(ShimDone)
+    data = [record.data for record in await job.records()]
+    assert len(data) > 4
+    assert max(map(len, data)) <= 64 * 1024
+    assert "".join(piece.decode() for piece in data) == "x" + "\u2603" * 100000
+
+
+async def test_hundred_megabytes_with_nobody_reading(tmp_path: Path) -> None:
+    script = "for i in range(100_000): print('y' * 1000, i)\nprint('the end')"
+    job = await Job(tmp_path, script, env={"PYTHONUNBUFFERED": ""}, log_limit_bytes=2**20).start()
+    (end,) = await job.run(ShimDone)
+    assert end.code == 0
+    size = (job.dir / "logs" / "rank0.log").stat().st_size
+    assert size < 2**20 + 4 * 64 * 1024
+    records = await job.records()
+    (note,) = [r for r in records if r.stream == LogStream.NOTE]
+    words = note.data.decode().split()
+    assert words[:3] == ["log", "limit", "of"]
+    kept = b"".join(r.data for r in records if r.stream == LogStream.OUT)
+    total = sum(len(f"{'y' * 1000} {i}\n") for i in range(100_000)) + len("the end\n")
+    assert int(words[-3]) + len(kept) == total
+    assert kept.endswith(b"y 99999\nthe end\n")
+    assert all(line.startswith(b"y" * 1000) for line in kept.splitlines()[:-1])
+
+
+def test_full_disk_drops_whole_records_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = shim._RankLog(str(tmp_path / "log"), 3, shim.LOG_MAX, [])
+    log.write(shim.OUT, b"before\n")
+    real = os.write
+    room = [30]
+
+    def write(fd: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(28, "No space left on device")
+        taken = real(fd, data[: room[0]])
+        room[0] -= taken
+        return taken
+
+    monkeypatch.setattr(os, "write", write)
+    log.write(shim.OUT, b"l" * 70_000 + b"\n" + b"kept\n")
+    log.write(shim.ERR, b"Traceback\n")
+    monkeypatch.setattr(os, "write", real)
+    log.write(shim.OUT, b"after\n")
+    log.close()
+    parser = RecordParser()
+    records = parser.feed((tmp_path / "log").read_bytes())
+    assert not parser.pending
+    assert [(r.seq, r.stream, r.data) for r in records] == [
+        (1, LogStream.OUT, b"before\n"),
+        (2, LogStream.NOTE, b"disk full, 70001 bytes dropped\n"),
+        (3, LogStream.OUT, b"kept\n"),
+        (4, LogStream.ERR, b"Traceback\n"),
+        (5, LogStream.OUT, b"after\n"),
+    ]
+
+
+async def test_program_that_is_missing_is_named(tmp_path: Path) -> None:
+    plain = tmp_path / "plain.txt"
+    plain.write_text("x")
+    job = await Job(tmp_path, ["no-such-program", "x"], [str(plain)], "print('fine')").start()
+    ends = await job.run(ShimDone)
+    assert [end.code for end in ends] == [127, 126, 0]
+    assert job.runner.tail_lines(job.dir, 0, 20) == (
+        "cannot start 'no-such-program': no such file or directory",
+    )
+    assert "permission denied" in job.runner.tail_lines(job.dir, 1, 20)[0]
+
+
+async def test_stop_is_polite_first_and_final_after_the_grace(tmp_path: Path) -> None:
+    polite = (
+        "import signal, sys, time\n"
+        "signal.signal(15, lambda *_: (print('saved'), sys.exit(3)))\n"
+        "print('up'); time.sleep(600)"
+    )
+    job = await Job(tmp_path, polite, DEAF).start()
+    await job.wait_for_output(b"up", 0)
+    await job.wait_for_output(b"up", 1)
+    began = time.monotonic()
+    job.runner.stop(job.dir, 0.5)
+    ends = await job.run(ShimDone)
+    assert 0.5 <= time.monotonic() - began < 10
+    assert [(end.code, end.signal, end.stopped) for end in ends] == [
+        (3, None, True),
+        (None, 9, True),
+    ]
+    assert (await job.output(0)).endswith(b"saved\n")
+    assert not job.survivors()
+
+
+async def test_rank_that_failed_before_the_stop_is_not_called_stopped(tmp_path: Path) -> None:
+    job = await Job(tmp_path, "raise SystemExit(5)", SLEEP).start()
+    first = await job.until(RankExited)
+    job.runner.stop(job.dir, 5)
+    ends = await job.run(ShimDone)
+    assert (first.rank, first.code, first.stopped) == (0, 5, False)
+    assert (ends[1].signal, ends[1].stopped) == (15, True)
+
+
+async def test_second_stop_shortens_the_grace(tmp_path: Path) -> None:
+    job = await Job(tmp_path, DEAF).start()
+    await job.wait_for_output(b"up")
+    job.runner.stop(job.dir, 600)
+    await job.until_status("stopping")
+    job.runner.kill(job.dir)
+    (end,) = await job.run(ShimDone)
+    assert (end.signal, end.stopped) == (9, True)
+
+
+async def test_stop_before_start_starts_nothing(tmp_path: Path) -> None:
+    job = Job(tmp_path, "open('../out/rank0/ran', 'w')")
+    job.runner.stop(job.dir, 1)
+    await job.start()
+    (end,) = await job.run(ShimDone)
+    assert (end.code, end.signal, end.stopped) == (None, None, True)
+    assert not (job.dir / "out/rank0/ran").exists()
+
+
+FAMILY = """
+import os, subprocess, sys, time
+sleep = [sys.executable, '-c', 'import time; time.sleep(600)']
+own = subprocess.Popen(sleep)  # same group, holds the pipes: a DataLoader worker
+far = subprocess.Popen(sleep, start_new_session=True, stdout=-3, stderr=-3)
+bare = subprocess.Popen(sleep, start_new_session=True, stdout=-3, stderr=-3, env={})
+# an orphan in a session of its own, twice removed
+subprocess.run([sys.executable, '-c', f'''
+import subprocess
+p = subprocess.Popen({sleep!r}, start_new_session=True, env=dict())
+print("pid", p.pid); p.returncode = 0
+'''])
+print('pid', own.pid); print('pid', far.pid); print('pid', bare.pid); print('family')
+"""
+
+
+def _pids(output: bytes) -> list[int]:
+    return [int(line.split()[1]) for line in output.splitlines() if line.startswith(b"pid")]
+
+
+@linux_only
+@pytest.mark.parametrize("end", ["exit", "stop", "kill"])
+async def test_no_process_of_the_job_is_left(tmp_path: Path, end: str) -> None:
+    stranger = subprocess.Popen(["sleep", "600"])  # noqa: ASYNC220  started, not waited for
+    try:
+        job = await Job(tmp_path, FAMILY + ("" if end == "exit" else "time.sleep(600)")).start()
+        await job.wait_for_output(b"family")
+        pids = _pids(await job.output())
+        if end == "stop":
+            job.runner.stop(job.dir, 5)
+        elif end == "kill":
+            job.runner.kill(job.dir)
+        await job.run(ShimDone)
+        assert len(pids) == 4
+        assert [pid for pid in pids if is_running(pid)] == []
+        assert not job.survivors()
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+@linux_only
+async def test_orphans_are_reaped_while_the_job_runs(tmp_path: Path) -> None:
+    script = (
+        "import subprocess, sys, time\n"
+        "subprocess.run([sys.executable, '-c', 'import subprocess; p = subprocess.Popen"
+        '(["sleep", "0.1"]); print("pid", p.pid); p.returncode = 0\'])\n'
+        "time.sleep(600)"
+    )
+    job = await Job(tmp_path, script).start()
+    await job.wait_for_output(b"pid")
+    (pid,) = _pids(await job.output())
+    await eventually(lambda: not os.path.exists(f"/proc/{pid}"))
+    job.runner.kill(job.dir)
+    await job.run(ShimDone)
+
+
+async def test_silent_agent_ends_the_ranks(tmp_path: Path) -> None:
+    job = await Job(tmp_path, SLEEP, agent_silence_s=0.3).start()
+    await job.until_status("done")  # nobody watches
+    (end,) = await job.run(ShimLost)
+    assert end.stopped
+    assert job.events[-1] == ShimLost("no word from the agent for 0.3 s")
+
+
+async def test_watched_job_outlives_the_silence(tmp_path: Path) -> None:
+    job = await Job(tmp_path, "import time; time.sleep(5)", agent_silence_s=2.0).start()
+    (end,) = await job.run(ShimDone)
+    assert (end.code, end.stopped) == (0, False)
+
+
+async def test_signals_to_the_shim(tmp_path: Path) -> None:
+    job = await Job(tmp_path, DEAF, grace_s=600).start()
+    await job.wait_for_output(b"up")
+    pid = (await job.until_status("started"))["pid"]
+    os.kill(pid, signal.SIGHUP)
+    os.kill(pid, signal.SIGTERM)
+    assert (await job.until_status("stopping"))["reason"] == "signal to the shim"
+    os.kill(pid, signal.SIGTERM)
+    (end,) = await job.run(ShimLost)
+    assert (end.signal, end.stopped) == (9, True)
+
+
+@linux_only
+async def test_secret_is_in_no_file_and_no_argument_list(tmp_path: Path) -> None:
+    canary = "canary-8d1f2c77"
+    script = "import os, time; print('token', os.environ['TOKEN']); time.sleep(600)"
+    job = await Job(tmp_path, script, env={"TOKEN": canary}, secrets=(canary, "up")).start()
+    await job.wait_for_output(b"token ***\n")
+    assert not [p for p in psutil.process_iter(["cmdline"]) if canary in str(p.info["cmdline"])]
+    job.runner.kill(job.dir)
+    await job.run(ShimDone)
+    files = [path for path in job.dir.rglob("*") if path.is_file()]
+    assert len(files) >= 4
+    assert [path for path in files if canary.encode() in path.read_bytes()] == []
+    assert [path for path in files if path.stat().st_mode & 0o077] == []
+
+
+async def test_folder_takes_one_shim_only(tmp_path: Path) -> None:
+    job = await Job(tmp_path, SLEEP).start()
+    with pytest.raises(GpuLayerError, match="File exists"):
+        await job.start()
+    job.runner.kill(job.dir)
+    await job.run(ShimDone)
+    with pytest.raises(GpuLayerError, match="File exists"):
+        await job.start()
+
+
+async def test_memory_peak_is_reported(tmp_path: Path) -> None:
+    job = await Job(tmp_path, "x = b'1' * (200 * 2**20)").start()
+    (end,) = await job.run(ShimDone)
+    assert end.memory_peak_mib is not None
+    assert 200 <= end.memory_peak_mib < 400
+
+
+async def test_error_of_the_shim_itself_ends_the_ranks(tmp_path: Path) -> None:
+    job = Job(tmp_path, SLEEP)
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        "import importlib.util, sys\n"
+        f"spec = importlib.util.spec_from_file_location('shim', {shim.__file__!r})\n"
+        "shim = importlib.util.module_from_spec(spec); spec.loader.exec_module(shim)\n"
+        "def broken(self, now): raise RuntimeError('broken')\n"
+        "shim.Shim._poll_lease = broken\n"
+        "shim.main()\n"
+    )
+    (job.dir / "logs").mkdir()
+    config = {
+        "grace_s": 30,
+        "agent_silence_s": 30,
+        "cookie": job.config.cookie,
+        "ranks": [{"rank": 0, "argv": job.config.ranks[0].argv, "env": {}, "cwd": "/"}],
+    }
+    subprocess.run(  # noqa: ASYNC221  returns at once: the shim detaches
+        [sys.executable, str(driver), str(job.dir)],
+        input=json.dumps(config).encode(),
+        stderr=subprocess.DEVNULL,
+        check=True,
+    )
+    (end,) = await job.run(ShimLost)
+    assert (end.signal, end.stopped) == (9, True)
+    assert job.events[-1] == ShimLost("shim: RuntimeError: broken")
+    assert not job.survivors()
+
+
+@linux_only
+def test_reused_process_number_is_not_signalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number changes hands between the first look and the handle."""
+    stranger = subprocess.Popen(["sleep", "600"])
+    looks: list[int] = []
+
+    def is_ours(pid: int, cookie: str, root: int | None) -> bool:
+        looks.append(pid)
+        return looks.count(pid) == 1 and pid == stranger.pid
+
+    monkeypatch.setattr(shim, "_is_ours", is_ours)
+    try:
+        assert shim.kill_leftovers("cookie", None) == [stranger.pid]
+        assert looks.count(stranger.pid) == 2
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_record_header_is_23_bytes() -> None:
+    assert struct.calcsize(shim.RECORD_FORMAT) == 23
