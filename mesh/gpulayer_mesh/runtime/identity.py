@@ -37,8 +37,6 @@ from gpulayer_mesh.core.roster import Roster, RosterBook
 from gpulayer_mesh.core.types import Address, Addresses, MeshId, NodeId, Role
 from gpulayer_mesh.errors import ConfigError, NotAllowedError, RemoteProtocolError
 
-ALPN = "gpulayer/1"  # B4 #22: a peer of another protocol is told so
-
 _FILE_MAX = 8 * 1024 * 1024  # bytes; the largest file here is peers.msgpack, 1,024 x 8 addresses
 # Not exported by ssl: X509_V_FLAG_NO_CHECK_TIME of openssl/x509_vfy.h. See core/certificates.py.
 _NO_CHECK_TIME = 0x200000
@@ -234,7 +232,7 @@ def _context(home: Path, protocol: int) -> ssl.SSLContext:
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.verify_flags |= ssl.VERIFY_X509_STRICT | ssl.VerifyFlags(_NO_CHECK_TIME)
-    context.set_alpn_protocols([ALPN])
+    context.set_alpn_protocols([certificates.ALPN])
     if protocol == ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0  # connections are kept alive instead; nobody resumes
     folder = home / "mesh"

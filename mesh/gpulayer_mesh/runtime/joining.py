@@ -33,6 +33,7 @@ from gpulayer_mesh.core import certificates
 from gpulayer_mesh.core import joining as core
 from gpulayer_mesh.core.types import Address, MeshId
 from gpulayer_mesh.errors import GpuLayerError, JoinError, RemoteProtocolError
+from gpulayer_mesh.sockets import listen, words
 
 _CONNECTIONS_MAX = 16  # strangers at once; the oldest goes when one more comes
 _DIAL_S = 2.0  # per address; a LAN answers in milliseconds
@@ -123,7 +124,7 @@ class JoinListener:
             now=self._clock(),
             valid_s=self._valid_s,
         )
-        self._socket = _listen(self._bind)
+        self._socket = listen(self._bind, 0)
         self.port: int = self._socket.getsockname()[1]
         self._tasks = [asyncio.create_task(self._accept()), asyncio.create_task(self._expire())]
         return self
@@ -263,7 +264,7 @@ async def join(
             if isinstance(error, JoinError):
                 raise error
         hosts = invitation.hosts
-        tried = ", ".join(f"{host} ({_reason(e)})" for host, e in zip(hosts, errors, strict=False))
+        tried = ", ".join(f"{host} ({words(e)})" for host, e in zip(hosts, errors, strict=False))
         raise JoinError(
             f"the inviting machine does not answer on port {invitation.port} of {tried}",
             hint="is `gpulayer mesh invite` still waiting there? an invitation lasts 10 minutes; "
@@ -276,9 +277,7 @@ async def join(
             await writer.drain()
             return joiner.accept(await _receive(reader, core.ANSWER_MAX))
     except (OSError, EOFError, TimeoutError, RemoteProtocolError) as e:
-        raise JoinError(
-            f"joining broke off: {_reason(e)}", hint="run the same command again"
-        ) from e
+        raise JoinError(f"joining broke off: {words(e)}", hint="run the same command again") from e
     finally:
         await _finish(writer)
 
@@ -346,18 +345,6 @@ def _channel(certificate: bytes | None) -> bytes:
     return bytes.fromhex(certificates.id_of(certificates.key_of(certificate)))
 
 
-def _listen(bind: str | None) -> socket.socket:
-    if bind is not None:
-        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-        listening = socket.create_server((bind, 0), family=family)
-    elif socket.has_dualstack_ipv6():
-        listening = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    else:
-        listening = socket.create_server(("", 0))
-    listening.setblocking(False)
-    return listening
-
-
 async def _tls(
     connection: socket.socket, context: ssl.SSLContext
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -386,13 +373,3 @@ async def _finish(writer: asyncio.StreamWriter) -> None:
         async with asyncio.timeout(_DIAL_S):
             await writer.wait_closed()
     writer.transport.abort()
-
-
-def _reason(error: BaseException | None) -> str:
-    if error is None or isinstance(error, TimeoutError | asyncio.CancelledError):
-        return "no answer"
-    if isinstance(error, EOFError):
-        return "connection closed"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror.lower()
-    return str(error)
