@@ -467,12 +467,13 @@ class Shim:
         self._selector.register(reader, selectors.EVENT_READ, None)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, self._on_term)
+        signal.signal(signal.SIGTERM, self._on_term)  # stop; again: kill
+        signal.signal(signal.SIGQUIT, self._on_term)  # kill
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-    def _on_term(self, *_: object) -> None:
-        self._terms += 1
+    def _on_term(self, number: int, _: object) -> None:
+        self._terms += 2 if number == signal.SIGQUIT else 1
 
     def _become_reaper(self) -> None:
         """Make orphans of the ranks our children, so that none can hide (Linux)."""

@@ -258,9 +258,8 @@ class ShimRunner:
             temporary.write_text(json.dumps(order), encoding="utf-8")
             temporary.replace(job_dir / "stop")
         except OSError:
-            # A full disk must not keep a job running: SIGTERM is the same order, twice is kill.
-            for _ in range(2 if order["kill"] else 1):
-                self._signal(job_dir, signal.SIGTERM)
+            # A full disk must not keep a job running; these signals are the same orders.
+            self._signal(job_dir, signal.SIGQUIT if order["kill"] else signal.SIGTERM)
 
     def _signal(self, job_dir: Path, number: signal.Signals) -> None:
         for line in _Status(job_dir).read():
@@ -313,21 +312,20 @@ def _records_at_end(data: bytes, rank: int, *, whole: bool) -> list[LogRecord]:
     """Find the first place from which records of consecutive numbers reach to the end."""
     mark = struct.pack(">H", rank)
     at = 0 if whole else data.find(mark)
-    while at >= 0:
-        parser = RecordParser()
-        with contextlib.suppress(RemoteProtocolError):
-            records = parser.feed(data[at : at + 2 * (HEADER.size + DATA_MAX)])
-            if whole or (len(records) > 1 and _consecutive(records, rank)):
-                records += parser.feed(data[at + 2 * (HEADER.size + DATA_MAX) :])
-                if whole or _consecutive(records, rank):
-                    return records
+    while 0 <= at <= len(data) - HEADER.size:
+        _, seq, _, stream, length = HEADER.unpack_from(data, at)
+        after = at + HEADER.size + length
+        # Data may look like a header, but hardly like two with consecutive numbers.
+        if whole or (
+            stream in (1, 2, 3)
+            and length <= DATA_MAX
+            and after <= len(data) - HEADER.size
+            and HEADER.unpack_from(data, after)[:2] == (rank, seq + 1)
+        ):
+            with contextlib.suppress(RemoteProtocolError):
+                return RecordParser().feed(data[at:])
         at = -1 if whole else data.find(mark, at + 1)
     return []
-
-
-def _consecutive(records: list[LogRecord], rank: int) -> bool:
-    first = records[0].seq
-    return all(r.rank == rank and r.seq == first + i for i, r in enumerate(records))
 
 
 def _log_path(job_dir: Path, rank: int) -> Path:

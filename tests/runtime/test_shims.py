@@ -1,0 +1,291 @@
+"""The agent's side: following logs and events, taking over, and what happens when either dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from gpulayer_mesh.core.hosted import RankExited, RankStarted, ShimDone, ShimLost
+from gpulayer_mesh.core.logrecord import LogRecord, LogStream, RecordParser
+from gpulayer_mesh.errors import GpuLayerError
+from gpulayer_mesh.runtime import shims
+from gpulayer_mesh.runtime.shims import ShimRunner
+from shim_jobs import Job, eventually, is_running
+
+SLEEP = "import time; print('up'); time.sleep(600)"
+
+
+def write_log(job_dir: Path, rank: int, records: list[LogRecord]) -> None:
+    (job_dir / "logs").mkdir(parents=True, exist_ok=True)
+    path = job_dir / "logs" / f"rank{rank}.log"
+    with path.open("ab") as file:
+        file.write(b"".join(record.pack() for record in records))
+
+
+def record(rank: int, seq: int, wall: float, data: bytes = b"x\n", stream: int = 1) -> LogRecord:
+    return LogRecord(rank, seq, wall, LogStream(stream), data)
+
+
+async def read(job_dir: Path, ranks: list[int], **from_seqs: int) -> list[LogRecord]:
+    parser = RecordParser()
+    found: list[LogRecord] = []
+    start = {int(rank[1:]): seq for rank, seq in from_seqs.items()}
+    async for batch in ShimRunner().follow_logs(job_dir, ranks, start, follow=False):
+        assert 0 < len(batch) <= 256 * 1024
+        found += parser.feed(batch)
+        assert not parser.pending  # batches are whole records
+    return found
+
+
+# -- logs
+
+
+async def test_logs_of_several_ranks_are_merged_by_time(tmp_path: Path) -> None:
+    write_log(tmp_path, 0, [record(0, i, 10.0 * i) for i in range(1, 50)])
+    write_log(tmp_path, 7, [record(7, i, 10.0 * i + 5) for i in range(1, 50)])
+    found = await read(tmp_path, [7, 0, 3])  # rank 3 has written nothing yet
+    assert [r.wall for r in found] == sorted(r.wall for r in found)
+    assert [r.seq for r in found if r.rank == 0] == list(range(1, 50))
+    assert [r.seq for r in found if r.rank == 7] == list(range(1, 50))
+
+
+async def test_log_resumes_at_any_number_without_loss_or_double(
+    tmp_path: Path, rng: random.Random
+) -> None:
+    records = [record(0, i, i, os.urandom(rng.randrange(65536))) for i in range(1, 200)]
+    write_log(tmp_path, 0, records)
+    for start in [0, 1, 2, 199, 200, 1000, *(rng.randrange(200) for _ in range(10))]:
+        assert await read(tmp_path, [0], r0=start) == [r for r in records if r.seq >= start]
+
+
+async def test_record_cut_off_at_the_end_is_left_out(tmp_path: Path) -> None:
+    records = [record(0, 1, 1.0), record(0, 2, 2.0)]
+    write_log(tmp_path, 0, records)
+    path = tmp_path / "logs/rank0.log"
+    os.truncate(path, path.stat().st_size - 1)
+    assert await read(tmp_path, [0]) == records[:1]
+    assert ShimRunner().tail_lines(tmp_path, 0, 5) == ("x",)
+
+
+async def test_damaged_log_says_so_and_ends(tmp_path: Path) -> None:
+    write_log(tmp_path, 2, [record(2, 1, 1.0)])
+    with (tmp_path / "logs/rank2.log").open("ab") as file:
+        file.write(b"\xff" * 100)
+    first, note = await read(tmp_path, [2])
+    assert first == record(2, 1, 1.0)
+    assert note == record(2, 2, 1.0, b"log damaged at byte 25\n", LogStream.NOTE)
+
+
+async def test_follower_sees_everything_and_ends_with_the_shim(tmp_path: Path) -> None:
+    script = "for i in range(20000): print('line', i)"
+    job = await Job(tmp_path, script, script).start()
+    parser = RecordParser()
+    found: list[LogRecord] = []
+    async for batch in job.runner.follow_logs(job.dir, [0, 1], {}, follow=True):
+        found += parser.feed(batch)
+    assert not job.runner.alive(job.dir)
+    for rank in (0, 1):
+        data = b"".join(r.data for r in found if r.rank == rank)
+        assert data == b"".join(b"line %d\n" % i for i in range(20000))
+    await job.run(ShimDone)
+
+
+async def test_follower_gives_up_where_no_shim_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shims, "START_DEADLINE_S", 0.2)
+    (tmp_path / "logs").mkdir()
+    assert [batch async for batch in ShimRunner().follow_logs(tmp_path, [0], {}, follow=True)] == []
+    assert [event async for event in ShimRunner().watch(tmp_path)] == [
+        ShimLost("the shim is gone without a word")
+    ]
+
+
+@pytest.mark.parametrize("rank", [0, 7])
+def test_tail_of_a_long_log_is_found_from_its_end(
+    tmp_path: Path, rank: int, rng: random.Random
+) -> None:
+    """Zero bytes look like the beginning of a record of rank 0."""
+    noise = [b"\0" * 60_000, bytes(65536), rng.randbytes(50_000), record(rank, 5, 1.0).pack()]
+    records = [record(rank, i, 1.0, rng.choice(noise)) for i in range(1, 400)]
+    text = b"".join(b"line %d\n" % i for i in range(30))
+    records.append(record(rank, 400, 1.0, text, LogStream.ERR))
+    write_log(tmp_path, rank, records)
+    assert (tmp_path / f"logs/rank{rank}.log").stat().st_size > 4 * shims.TAIL_BYTES
+    expected = tuple(f"line {i}" for i in range(10, 30))
+    assert ShimRunner().tail_lines(tmp_path, rank, 20) == expected
+
+
+def test_tail_of_nothing_is_empty(tmp_path: Path) -> None:
+    assert ShimRunner().tail_lines(tmp_path, 0, 20) == ()
+
+
+# -- starting
+
+
+async def test_start_that_cannot_be_is_an_error_with_the_reason(tmp_path: Path) -> None:
+    job = Job(tmp_path, "pass")
+    with pytest.raises(GpuLayerError, match="cannot start the shim"):
+        await ShimRunner(str(tmp_path / "no-python")).start(job.dir, job.config)
+    job = Job(tmp_path / "large", "pass", env={"X": "x" * (5 * 2**20)})
+    with pytest.raises(GpuLayerError, match="configuration exceeds"):
+        await job.start()
+
+
+async def test_job_folder_name_with_spaces_and_letters_works(tmp_path: Path) -> None:
+    folder = tmp_path / "my prøject (1)"
+    folder.mkdir()
+    job = await Job(folder, "import os; print(os.getcwd())").start()
+    await job.run(ShimDone)
+    assert (await job.output()).decode().rstrip("\n") == str(job.dir / "work")
+
+
+# -- taking over
+
+AGENT = """
+import asyncio, json, sys
+from pathlib import Path
+from gpulayer_mesh.runtime.shims import RankCommand, ShimConfig, ShimRunner
+async def main():
+    config = json.load(sys.stdin)
+    config["ranks"] = tuple(RankCommand(**rank) for rank in config["ranks"])
+    runner, job = ShimRunner(), Path(sys.argv[1])
+    print("go", flush=True)
+    await runner.start(job, ShimConfig(**config))
+    print("started", flush=True)
+    async for event in runner.watch(job):
+        pass
+asyncio.run(main())
+"""
+
+
+def start_agent(job: Job) -> subprocess.Popen[bytes]:
+    agent = subprocess.Popen(
+        [sys.executable, "-c", AGENT, str(job.dir)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert agent.stdin
+    agent.stdin.write(json.dumps(asdict(job.config)).encode())
+    agent.stdin.close()
+    return agent
+
+
+def end_agent(agent: subprocess.Popen[bytes]) -> None:
+    os.killpg(agent.pid, signal.SIGKILL)
+    agent.wait()
+    assert agent.stdout
+    agent.stdout.close()
+
+
+async def test_killed_agent_costs_nothing(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    job = Job(
+        tmp_path,
+        "import os, time\n"
+        "for i in range(1000): print('before', i)\n"
+        f"while not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
+        "for i in range(1000): print('after', i)\n"
+        "raise SystemExit(9)",
+    )
+    agent = start_agent(job)
+    assert agent.stdout
+    assert agent.stdout.readline() == b"go\n"
+    assert agent.stdout.readline() == b"started\n"
+    end_agent(agent)
+    gate.touch()
+    await job.until_status("done")
+    assert job.runner.adopt(job.dir)
+    await job.run(ShimDone)
+    assert [type(event) for event in job.events] == [RankStarted, RankExited, ShimDone]
+    (end,) = [event for event in job.events if isinstance(event, RankExited)]
+    assert (end.code, end.stopped) == (9, False)
+    words = [(word, i) for word in ("before", "after") for i in range(1000)]
+    assert await job.output() == "".join(f"{word} {i}\n" for word, i in words).encode()
+
+
+@pytest.mark.parametrize("attempt", range(8))
+async def test_agent_killed_at_any_moment_starts_nothing_twice(
+    tmp_path: Path, attempt: int, rng: random.Random
+) -> None:
+    job = Job(tmp_path, "print('ran', file=open('../out/rank0/ran', 'a')); raise SystemExit(4)")
+    agent = start_agent(job)
+    assert agent.stdout
+    assert agent.stdout.readline() == b"go\n"
+    moments = [rng.uniform(0, 0.3) for _ in range(8)]  # a whole start takes about 0.2 s
+    try:
+        agent.wait(timeout=moments[attempt])
+    except subprocess.TimeoutExpired:
+        end_agent(agent)
+    else:
+        agent.stdout.close()
+    ran = job.dir / "out/rank0/ran"
+    if job.runner.adopt(job.dir):
+        (end,) = await job.run(ShimDone)
+        if end.stopped and end.signal is None:
+            assert not ran.exists()
+        else:
+            assert end.code == 4
+            assert ran.read_text() == "ran\n"
+        return
+    # None was there; a shim that is only now getting up finds the order to end.
+    try:
+        await job.start()
+    except GpuLayerError:
+        pass
+    await job.run(ShimDone)
+    assert not ran.exists()
+
+
+async def test_killed_shim_takes_its_ranks_along(tmp_path: Path) -> None:
+    script = (
+        "import subprocess, time\n"
+        "p = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "print('up', p.pid); time.sleep(600)"
+    )
+    job = await Job(tmp_path, script, SLEEP).start()
+    await job.wait_for_output(b"up", 0)
+    pids = [event["pid"] for event in job.status() if event["event"] == "rank-started"]
+    pids.append(int((await job.output(0)).split()[1]))
+    shim_pid = (await job.until_status("started"))["pid"]
+    os.kill(shim_pid, signal.SIGKILL)
+    await job.run(ShimLost)
+    assert job.events[-1] == ShimLost("the shim is gone without a word")
+    await eventually(lambda: not any(map(is_running, pids)))
+    assert not job.survivors()
+    assert not job.runner.alive(job.dir)
+
+
+async def test_adopt_where_nothing_started_forbids_a_late_start(tmp_path: Path) -> None:
+    job = Job(tmp_path, "open('../out/rank0/ran', 'w')")
+    assert not job.runner.adopt(job.dir)
+    await job.start()
+    (end,) = await job.run(ShimDone)
+    assert end.stopped
+    assert not (job.dir / "out/rank0/ran").exists()
+
+
+async def test_stop_arrives_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = await Job(
+        tmp_path,
+        "import signal, time; signal.signal(15, signal.SIG_IGN); print('up'); time.sleep(600)",
+    ).start()
+    await job.wait_for_output(b"up")
+
+    def full(*args: object, **kwargs: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    job.runner.stop(job.dir, 600)
+    await job.until_status("stopping")
+    job.runner.kill(job.dir)
+    await job.run(ShimLost)
+    assert not job.survivors()
