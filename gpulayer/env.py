@@ -14,6 +14,8 @@ from pathlib import Path
 from gpulayer_mesh.config import home_dir
 from gpulayer_mesh.errors import ConfigError
 
+START_DIR = Path.cwd()  # before the script can change it
+
 # Forwarded without being asked for: tuning knobs of the libraries that ranks use. Device lists
 # are the node's business, addresses and interface names belong to the machine they were set on.
 _FORWARDED = ("NCCL_*", "GLOO_*", "TORCH_*", "OMP_*", "PYTORCH_*")

@@ -41,10 +41,10 @@ from gpulayer_mesh.errors import (
 from gpulayer import env
 
 if TYPE_CHECKING:
-    from gpulayer.bundle import Bundle
     from gpulayer_mesh.client import MeshClient
     from gpulayer_mesh.core.placement import Plan
 
+    from gpulayer.bundle import Bundle
     from gpulayer.ui import Ui
 
 RPC_S = 10.0  # one answer from a healthy agent takes milliseconds; a swapping one, seconds
@@ -200,10 +200,10 @@ def _script_arguments(argv: Sequence[str]) -> tuple[str, ...]:
 
 
 async def _run_job(request: JobRequest) -> JobOutcome:
-    from gpulayer.bundle import pack
     from gpulayer_mesh.client import MeshClient
 
     from gpulayer import jobs
+    from gpulayer.bundle import pack
     from gpulayer.ui import Ui
 
     ui = Ui()
@@ -259,6 +259,7 @@ async def _place(
         devices=request.devices,
         accelerator=request.accelerator,
         target=request.target,
+        torch=request.kind is JobKind.DISTRIBUTED,
     )
     give_up = time.monotonic() + request.wait_s
     said = ""

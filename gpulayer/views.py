@@ -178,7 +178,7 @@ def _status_row(m: MemberSnapshot, answering: bool) -> tuple[str, ...]:
     link = f"{m.via} {m.rtt_ms:.1f}ms" if m.rtt_ms is not None else m.via
     return (
         m.name,
-        m.state.value if m.caps or "worker" in m.roles else "no agent",
+        m.state.value if m.state else "no agent",
         ",".join(role.value for role in m.roles) if len(m.roles) == 1 else _initials(m),
         _gpus(m),
         str(caps.cpus) if caps else "-",
@@ -242,7 +242,7 @@ def _node_json(m: MemberSnapshot) -> dict[str, Any]:
     return {
         "node": m.node,
         "name": m.name,
-        "state": m.state.value,
+        "state": m.state.value if m.state else None,
         "since_s": round(m.since_s, 3),
         "heard_s": None if m.heard_s is None else round(m.heard_s, 3),
         "roles": [role.value for role in m.roles],

@@ -47,9 +47,7 @@ class MeshClient:
         self.identity = identity
         self.mesh = mesh
         self.book = mesh.book
-        self.dialer = Dialer(
-            context=identities.client_context(home), book=mesh.book, node=identity.node
-        )
+        self.dialer = Dialer(context=identities.client_context(home), book=mesh.book)
         self.entry: NodeId = ""  # the member that answered first
         self._addresses: dict[NodeId, Addresses] = identities.load_peers(home)
 
@@ -86,7 +84,8 @@ class MeshClient:
 
     async def close(self) -> None:
         """Close every connection and remember where members were reached."""
-        identities.save_peers(self.home, self._addresses)
+        members = {n: self.addresses(n) for n in self._addresses if n in self.book}
+        identities.save_peers(self.home, members)
         await self.dialer.close()
 
     @property
@@ -97,7 +96,9 @@ class MeshClient:
 
     def addresses(self, node: NodeId) -> Addresses:
         """Return where a member may be reached, the proven address first."""
-        return self._addresses.get(node, ())
+        proven = self.dialer.proven.get(node)
+        known = self._addresses.get(node, ())
+        return known if proven is None else merged((proven,), known)
 
     async def call(
         self,
@@ -113,7 +114,13 @@ class MeshClient:
         """Make one request to a member's door and return the decoded answer."""
         data = raw if raw is not None else b"" if body is None else wire.pack(body)
         answer = await self.dialer.request(
-            node, self.addresses(node), method, path, body=data, deadline_s=deadline_s
+            node,
+            self.addresses(node),
+            method,
+            path,
+            body=data,
+            deadline_s=deadline_s,
+            max_bytes=max_bytes,
         )
         return wire.unpack(answer, max_bytes=max_bytes) if answer else None
 

@@ -177,6 +177,10 @@ class RosterBook:
             found = [e for e in self.roster.entries if e.node.startswith(ident.lower())]
         return found[0] if len(found) == 1 else None
 
+    def hinted(self, prefix: str) -> NodeId | None:
+        """Return the member whose id starts with what discovery heard, None for a stranger."""
+        return next((node for node in self._members if node.startswith(prefix)), None)
+
     def examine(self, signed: bytes) -> Roster:
         """Verify a roster without adopting it; raises as `open_roster`."""
         return open_roster(signed, self._ca)

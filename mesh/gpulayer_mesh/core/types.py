@@ -167,7 +167,7 @@ class MemberSnapshot:
     node: NodeId
     name: str
     roles: tuple[Role, ...]
-    state: NodeState
+    state: NodeState | None  # None: no agent of this member was ever heard of
     zone: str = ""
     addresses: tuple[Address, ...] = ()
     incarnation: Incarnation = Incarnation(0, 0)

@@ -95,7 +95,7 @@ class Agent:
         self._peers_dirty = asyncio.Event()
         self.ready = asyncio.Event()
 
-    # -- start and end ----------------------------------------------------------------------------
+    # --- start and end ---------------------------------------------------------------------------
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set.
@@ -146,12 +146,14 @@ class Agent:
         log.info("joined mesh %s", mesh.mesh[:8])
         return mesh
 
-    async def _open(self, stack: contextlib.AsyncExitStack, hosts: tuple[str, ...], port: int) -> None:
-        self.dialer = Dialer(
-            context=identities.client_context(self.home), book=self.book, node=self.identity.node
-        )
+    async def _open(
+        self, stack: contextlib.AsyncExitStack, hosts: tuple[str, ...], port: int
+    ) -> None:
+        self.dialer = Dialer(context=identities.client_context(self.home), book=self.book)
         stack.push_async_callback(self.dialer.close)
-        self.machine = Machine(self.home, python=self.config.python, version=gpulayer_mesh.__version__)
+        self.machine = Machine(
+            self.home, python=self.config.python, version=gpulayer_mesh.__version__
+        )
         self.reservations = Reservations(self.name, cpus=self.machine.cpus)
         self.jobs = JobHost(self._site())
         self.door = Door(
@@ -159,7 +161,7 @@ class Agent:
             book=self.book,
             node=self.identity.node,
             routes=self._routes(),
-            on_roster=self._roster_adopted,
+            on_roster=self._roster_presented,
         )
         self.port = await self.door.start(hosts, port)
         stack.push_async_callback(self.door.close)
@@ -257,7 +259,7 @@ class Agent:
             else:
                 log.error("a task failed", exc_info=error)
 
-    # -- membership ---------------------------------------------------------------------------------
+    # --- membership ------------------------------------------------------------------------------
 
     async def _own_membership(self) -> None:
         while True:
@@ -313,16 +315,14 @@ class Agent:
             self._spawn(self._pull_caps(record.node))
 
     def _proven(self, node: NodeId) -> Addresses:
-        good = self.dialer.good_address(node)
+        good = self.dialer.proven.get(node)
         return () if good is None else (good,)
 
     def _peer_addresses(self, node: NodeId) -> Addresses:
         view = self.members.members.get(node)
         current = view.record.addresses if view else ()
         known = _merged(self._proven(node), current)
-        return nics.rank_addresses(
-            known or self._peers.get(node, ()), self.watch.current
-        )
+        return nics.rank_addresses(known or self._peers.get(node, ()), self.watch.current)
 
     def _name_of(self, node: NodeId) -> str:
         entry = self.book.members.get(node)
@@ -377,7 +377,7 @@ class Agent:
         )
         return answer
 
-    # -- full-state exchange ------------------------------------------------------------------------
+    # --- full-state exchange ---------------------------------------------------------------------
 
     async def _sync_with(self, node: NodeId) -> None:
         answer = await self._call(
@@ -438,7 +438,10 @@ class Agent:
         if known is None or (known[0].boot, known[0].version) < (record.boot, record.version):
             self._caps[record.node] = (record, signed)
 
-    # -- roster ---------------------------------------------------------------------------------------
+    # --- roster ----------------------------------------------------------------------------------
+
+    async def _roster_presented(self, signed: bytes) -> None:
+        self._offer_roster(signed)
 
     def _offer_roster(self, signed: bytes) -> None:
         if self.book.offer(signed):
@@ -449,7 +452,7 @@ class Agent:
         identities.save_roster(self.home, self.book)
         members = frozenset(self.book.members)
         log.info("roster epoch %d: %d members", self.book.epoch, len(members))
-        self.door.drop_strangers()
+        self.door.enforce()
         self._caps = {n: c for n, c in self._caps.items() if n in members}
         self._peers = {n: a for n, a in self._peers.items() if n in members}
         self._peers_dirty.set()
@@ -457,7 +460,7 @@ class Agent:
         if self.identity.node not in members:
             log.error("this machine was removed from the mesh")
 
-    # -- finding each other -----------------------------------------------------------------------------
+    # --- finding each other ----------------------------------------------------------------------
 
     async def _follow_candidates(self) -> None:
         gate = asyncio.Semaphore(DIALS_AT_ONCE)
@@ -522,7 +525,6 @@ class Agent:
             match change:
                 case nics.Woke(gap_s):
                     log.info("the machine slept for about %.0f s", gap_s)
-                    self.dialer.forget_connections()
                     self._post(membership.Woke())
                 case nics.AddressesChanged(current):
                     log.info("addresses: %s", ", ".join(a.host for a in self._addresses()))
@@ -547,7 +549,7 @@ class Agent:
             with contextlib.suppress(OSError):
                 await asyncio.to_thread(identities.save_peers, self.home, dict(self._peers))
 
-    # -- the machine --------------------------------------------------------------------------------------
+    # --- the machine -----------------------------------------------------------------------------
 
     async def _follow_machine(self) -> None:
         async for capabilities in self.machine.changes():
@@ -585,7 +587,7 @@ class Agent:
             self._post(membership.LoadChanged(load))
             await asyncio.sleep(LOAD_S)
 
-    # -- doors ---------------------------------------------------------------------------------------------
+    # --- doors -----------------------------------------------------------------------------------
 
     def _site(self) -> Site:
         return Site(
@@ -623,7 +625,6 @@ class Agent:
         job = "/v1/jobs/{id}"
         return [
             Route("GET", "/v1/ping", self.ping, member),
-            Route("GET", "/v1/roster", self.roster, member),
             Route("POST", "/v1/sync", self.sync, member, SYNC_MAX),
             Route("POST", "/v1/packet", self.packet, member, wire.PACKET_MAX),
             Route("GET", "/v1/caps", self.caps, member),
@@ -657,9 +658,6 @@ class Agent:
             "version": gpulayer_mesh.__version__,
             "epoch": self.book.epoch,
         }
-
-    async def roster(self, request: DoorRequest) -> bytes:
-        return self.book.signed
 
     async def packet(self, request: DoorRequest) -> None:
         self._packet(request.body, "tcp")
@@ -705,7 +703,7 @@ class Agent:
         )
 
 
-# -- small parts ----------------------------------------------------------------------------------------
+# --- small parts ---------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -801,7 +799,9 @@ async def _check_preflight(targets: Any) -> list[preflight.Reached]:
 def main(argv: list[str] | None = None) -> int:
     """Run the agent until SIGTERM or SIGINT; the entry point of `gpulayer-agent`."""
     logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
     )
     try:
         config = configuration.agent_config(

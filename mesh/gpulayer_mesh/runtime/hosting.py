@@ -50,7 +50,6 @@ from gpulayer_mesh.errors import (
     RemoteProtocolError,
     TransportError,
 )
-
 from gpulayer_mesh.runtime import shims
 from gpulayer_mesh.runtime.preflight import FreePorts
 from gpulayer_mesh.runtime.store import ChunkStore
@@ -168,7 +167,7 @@ class JobHost:
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # -- what the agent asks ----------------------------------------------------------------------
+    # --- what the agent asks ---------------------------------------------------------------------
 
     async def run(self) -> None:
         """Adopt what an earlier agent left, then serve the machines' timers for ever."""
@@ -206,7 +205,7 @@ class JobHost:
                 times.append(one.kept.next_timeout())
         return max(0.0, min((t for t in times if t is not None), default=now + 3600.0) - now)
 
-    # -- handlers: before the start -----------------------------------------------------------------
+    # --- handlers: before the start --------------------------------------------------------------
 
     async def reserve(self, request: Request) -> HostReport:
         """Grant what a signed job asks of this node."""
@@ -247,7 +246,9 @@ class JobHost:
         self._prune()
         self._wake.set()
         self.site.changed()
-        log.info("job %s: reserved %d process(es) for %s", spec.id, slot.processes, spec.submitter_name)
+        log.info(
+            "job %s: reserved %d process(es) for %s", spec.id, slot.processes, spec.submitter_name
+        )
         return one.machine.report(now)
 
     async def release(self, request: Request) -> HostReport:
@@ -265,9 +266,7 @@ class JobHost:
         """Take the bundle's manifest; answer which chunks are not here yet."""
         one = self._job(request)
         self._only(request, one.spec.submitter)
-        manifest = await asyncio.to_thread(
-            open_manifest, request.body, sha256=one.spec.manifest
-        )
+        manifest = await asyncio.to_thread(open_manifest, request.body, sha256=one.spec.manifest)
         one.manifest = manifest
         one.chunks = unique_chunks(manifest)
         (one.dir / "manifest").write_bytes(request.body)
@@ -372,13 +371,15 @@ class JobHost:
         self._only(request, one.spec.submitter)
         self._touch(one)
         body = wire.unpack(request.body)
-        return await self.site.check_preflight(body.get("targets") if isinstance(body, dict) else ())
+        return await self.site.check_preflight(
+            body.get("targets") if isinstance(body, dict) else ()
+        )
 
     async def free_port(self, request: Request) -> dict[str, Any]:
         self._only(request, self._job(request).spec.submitter)
         return {"port": self.site.ports.take()}
 
-    # -- handlers: running ----------------------------------------------------------------------------
+    # --- handlers: running -----------------------------------------------------------------------
 
     async def go(self, request: Request) -> JobRecord:
         """Become the job's keeper and start it everywhere."""
@@ -451,7 +452,7 @@ class JobHost:
             self._hosted(one, hosted.Stop(grace_s, order.kill, f"stopped by {by}"))
         return self._record(one)
 
-    # -- handlers: looking ----------------------------------------------------------------------------
+    # --- handlers: looking -----------------------------------------------------------------------
 
     async def list_jobs(self, request: Request) -> list[JobRecord]:
         return [self._record(one) for one in self._jobs.values()]
@@ -493,9 +494,7 @@ class JobHost:
         if one.manifest is None:
             return []
         first = first_rank(one.spec, one.slot)
-        return await asyncio.to_thread(
-            self.site.store.scan_outputs, one.dir, one.manifest, first
-        )
+        return await asyncio.to_thread(self.site.store.scan_outputs, one.dir, one.manifest, first)
 
     def file(self, request: Request) -> AsyncIterator[bytes]:
         one = self._job(request)
@@ -514,7 +513,7 @@ class JobHost:
             raise NotFoundError(f"no file {path!r}")
         return _pieces(target, int(_number(request, "offset", 0, 2**62)))
 
-    # -- checks ----------------------------------------------------------------------------------------
+    # --- checks ----------------------------------------------------------------------------------
 
     def _checked_spec(self, signed: bytes, peer: NodeId) -> tuple[JobSpec, int]:
         envelope = wire.open_envelope(
@@ -528,7 +527,9 @@ class JobHost:
         if envelope.sender != spec.submitter or envelope.audience != spec.id:
             raise RemoteProtocolError("the job was signed by or for somebody else")
         if Role.LAUNCHER not in self.site.book.roles(spec.submitter) or peer != spec.submitter:
-            raise NotAllowedError("this member may not launch jobs", hint="ask an admin of the mesh")
+            raise NotAllowedError(
+                "this member may not launch jobs", hint="ask an admin of the mesh"
+            )
         if Role.WORKER not in self.site.book.roles(self.site.node):
             raise NotAllowedError(f"{self.site.name} is no worker")
         if spec.cwd:
@@ -569,7 +570,7 @@ class JobHost:
         self._hosted(one, hosted.Touched())
         return one.machine.report(now)
 
-    # -- machines and their effects --------------------------------------------------------------------
+    # --- machines and their effects --------------------------------------------------------------
 
     def _hosted(self, one: _Job, event: hosted.Event) -> None:
         for effect in one.machine.handle(time.monotonic(), event):
@@ -748,7 +749,7 @@ class JobHost:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a job task failed", exc_info=error)
 
-    # -- disk --------------------------------------------------------------------------------------------
+    # --- disk ------------------------------------------------------------------------------------
 
     def _save(self, one: _Job) -> None:
         data = wire.pack(one.record)
@@ -810,9 +811,7 @@ class JobHost:
                 self._wake.set()
             elif not alive:
                 cause = "not started" if record.state is JobState.PLACING else "agent was away"
-                one.record = replace(
-                    record, state=JobState.CANCELLED, cause=cause, ended_age_s=0.0
-                )
+                one.record = replace(record, state=JobState.CANCELLED, cause=cause, ended_age_s=0.0)
                 self._save(one)
 
     def _prune(self) -> None:

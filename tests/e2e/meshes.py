@@ -1,0 +1,91 @@
+"""A mesh on the test LAN: laptop and boxes, joined by one pasted line, found by mDNS alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lan import Host, Lan, Process
+
+T = TypeVar("T")
+
+BIN = Path(sys.executable).parent
+GPULAYER = str(BIN / "gpulayer")
+AGENT = str(BIN / "gpulayer-agent")
+LINE = re.compile(r"^gpl1-\S+$", re.MULTILINE)
+
+
+class LanMesh:
+    """The hosts, their agents, and the commands a user types on the laptop."""
+
+    def __init__(self, lan: Lan, boxes: tuple[str, ...] = ("box-1", "box-2", "box-3")) -> None:
+        self.lan = lan
+        self.laptop: Host = lan["laptop"]
+        self.boxes = [lan[name] for name in boxes]
+        self.agents: dict[str, Process] = {}
+
+    def form(self) -> None:
+        """Create the mesh and have every box join with the same pasted line."""
+        self.gpulayer("mesh", "create")
+        invite = self.laptop.popen([GPULAYER, "mesh", "invite", "--uses", str(len(self.boxes))])
+        line = invite.expect(LINE.pattern, 20)[0]
+        for box in self.boxes:
+            self.start_agent(box, "--join", line)
+        assert invite.wait(60) == 0, invite.output()
+        self.wait_alive()
+
+    def start_agent(self, box: Host, *arguments: str) -> Process:
+        agent = box.popen([AGENT, *arguments])
+        self.agents[box.name] = agent
+        return agent
+
+    def gpulayer(
+        self, *arguments: str, host: Host | None = None, code: int = 0, timeout_s: float = 60
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on the laptop (or `host`) and check its exit code."""
+        done = (host or self.laptop).run([GPULAYER, *arguments], timeout=timeout_s)
+        assert done.returncode == code, f"{arguments}: {done.returncode}\n{done.stdout}{done.stderr}"
+        return done
+
+    def status(self) -> dict[str, dict[str, Any]]:
+        """Return the JSON rows by node name."""
+        found = json.loads(self.gpulayer("mesh", "status", "--json").stdout)
+        return {row["name"]: row for row in found["nodes"]}
+
+    def state(self, name: str) -> str | None:
+        return self.status()[name]["state"]
+
+    def wait_alive(self, deadline_s: float = 30) -> float:
+        """Wait until all boxes are alive and have proven torch; return how long it took."""
+        started = time.monotonic()
+        until(lambda: self._ready(), deadline_s)
+        return time.monotonic() - started
+
+    def _ready(self) -> bool:
+        rows = self.status()
+        return all(
+            box.name in rows and rows[box.name]["state"] == "alive" and rows[box.name]["torch"]
+            for box in self.boxes
+        )
+
+    def ranks(self) -> list[int]:
+        """Return the pids on all boxes that are neither agents nor their own children."""
+        agents = {pid for box in self.boxes for pid in box.processes("gpulayer-agent")}
+        return [pid for box in self.boxes for pid in box.processes() if pid not in agents]
+
+
+def until(ready: Callable[[], T], deadline_s: float, every_s: float = 0.2) -> T:
+    """Poll until `ready` returns something true; fail at the deadline."""
+    end = time.monotonic() + deadline_s
+    while True:
+        value = ready()
+        if value:
+            return value
+        assert time.monotonic() < end, f"not within {deadline_s} s"
+        time.sleep(every_s)

@@ -1,0 +1,320 @@
+"""The main job, end to end: a laptop and three boxes on a LAN, nothing configured, mDNS only.
+
+Every host's name resolves to 127.0.1.1 and every host has a docker0 with the same address.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from lan import Lan
+from meshes import GPULAYER, LanMesh, until
+
+pytestmark = [pytest.mark.lan, pytest.mark.timeout(300)]
+
+TRAIN = '''
+import json, os, socket, sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from gpulayer.pytorch import Module, Trainer, seed_everything
+
+GLOBAL_BATCH = 12
+world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+
+
+class Net(Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = nn.functional.mse_loss(self.layers(x), y)
+        self.losses.append(loss.item())
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    def on_train_end(self):
+        out = Path(os.environ.get("GPULAYER_OUT", "."))
+        (out / "losses.json").write_text(json.dumps(self.losses))
+        torch.save(self.state_dict(), out / "rank_weights.pt")
+
+
+seed_everything(1)
+x = torch.randn(120, 8)
+data = TensorDataset(x, x.sum(1, keepdim=True).sin())
+sampler = DistributedSampler(data, num_replicas=world, rank=rank, shuffle=False)
+loader = DataLoader(data, batch_size=GLOBAL_BATCH // world, sampler=sampler)
+model = Net()
+trainer = Trainer(num_nodes=int(sys.argv[1]), max_epochs=3, accelerator="cpu", devices=1)
+trainer.fit(model, loader)
+with open("after.txt", "a") as file:
+    print(socket.gethostname(), trainer.global_step, trainer.current_epoch, file=file)
+torch.save(model.state_dict(), "final.pt")
+print("loss is", float(trainer.callback_metrics["loss"]))
+'''
+
+LAUNCHED = '''
+import json, os, sys
+from pathlib import Path
+from gpulayer.pytorch import launch
+launch(nodes=3, accelerator="cpu", devices=1)
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+total = torch.tensor([float(dist.get_rank() + 1)])
+dist.all_reduce(total)
+assert total.item() == 6.0
+(Path(os.environ["GPULAYER_OUT"]) / "argv.json").write_text(json.dumps(sys.argv[1:]))
+dist.barrier()
+dist.destroy_process_group()
+if os.environ["RANK"] == "2" and sys.argv[1:2] == ["--fail"]:
+    sys.exit(7)
+'''
+
+RAISES = '''
+import os, time
+from gpulayer.pytorch import launch
+launch(nodes=3, accelerator="cpu", devices=1)
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.barrier()
+if os.environ["RANK"] == "1":
+    raise ValueError("the flux capacitor is empty")
+dist.barrier()
+time.sleep(600)
+'''
+
+LOADERS = '''
+import time
+from gpulayer.pytorch import launch
+launch(nodes=3, accelerator="cpu", devices=1, stop_grace_s=2)
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+class Slow(Dataset):
+    def __len__(self):
+        return 10**6
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        return torch.zeros(1)
+
+if __name__ == "__main__":
+    for batch in DataLoader(Slow(), num_workers=2, batch_size=4):
+        print("batch", flush=True)
+'''
+
+# What shells and other launchers are known to eat.
+ARGV = ["two words", "it's", 'say "x"', "$HOME", "`id`", "a\nb", "", "naïve 漢字", "--", "{a,b}", "*"]
+
+
+@pytest.fixture(scope="module")
+def mesh(lan: Lan) -> Iterator[LanMesh]:
+    mesh = LanMesh(lan)
+    mesh.form()
+    yield mesh
+    for box in mesh.boxes:
+        print(mesh.agents[box.name].output()[-4000:])
+
+
+def script(mesh: LanMesh, name: str, text: str) -> Path:
+    folder = mesh.laptop.home / name
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(text)
+    return folder
+
+
+def outputs(folder: Path) -> Path:
+    """Return the newest job's folder."""
+    return max((folder / "gpulayer_jobs").iterdir(), key=lambda path: path.stat().st_mtime)
+
+
+def no_ranks(mesh: LanMesh) -> bool:
+    return not mesh.ranks()
+
+
+def test_status_lists_every_machine_whole(mesh: LanMesh) -> None:
+    rows = mesh.status()
+    for box in mesh.boxes:
+        row = rows[box.name]
+        assert row["state"] == "alive"
+        assert row["addresses"][0].startswith(box.address + ":")
+        assert row["roles"] == ["worker"]
+        assert row["cpus"] >= 1
+        assert row["memory_total_mib"] > 0
+        assert "cpu" in row["accelerators"]
+        assert row["torch"].startswith("2.")
+        assert row["python"].startswith("3.")
+        assert row["jobs"] == []
+        assert "zone" in row
+    table = mesh.gpulayer("mesh", "status").stdout
+    assert max(map(len, table.splitlines())) <= 100
+    assert all(box.name in table for box in mesh.boxes)
+
+
+def test_trainer_on_three_machines_equals_one_process(mesh: LanMesh) -> None:
+    folder = script(mesh, "trainer", TRAIN)
+    done = mesh.laptop.run(["python", "train.py", "3"], cwd=folder, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (folder / "after.txt").read_text().split() == ["laptop", "30", "3"]
+    home = outputs(folder)
+    final = torch.load(folder / "final.pt", weights_only=True)
+    of_rank_0 = torch.load(home / "rank_weights.pt", weights_only=True)
+    assert final.keys() == of_rank_0.keys()
+    assert all(torch.equal(final[key], of_rank_0[key]) for key in final)
+    curves = [
+        json.loads((home / where / "losses.json").read_text()) for where in ("", "rank1", "rank2")
+    ]
+
+    alone = script(mesh, "alone", TRAIN)
+    done = mesh.laptop.run(["python", "train.py", "1"], cwd=alone, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected = json.loads((alone / "losses.json").read_text())
+    got = [sum(losses) / 3 for losses in zip(*curves, strict=True)]
+    assert got == pytest.approx(expected, abs=1e-5)
+
+
+def test_launch_passes_arguments_byte_for_byte(mesh: LanMesh) -> None:
+    folder = script(mesh, "my prøject (1)", LAUNCHED)
+    done = mesh.laptop.run(["python", "train.py", *ARGV], cwd=folder, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    home = outputs(folder)
+    for where in ("", "rank1", "rank2"):
+        assert json.loads((home / where / "argv.json").read_text()) == ARGV
+
+
+def test_exit_code_of_a_rank_becomes_ours(mesh: LanMesh) -> None:
+    folder = script(mesh, "exits", LAUNCHED)
+    done = mesh.laptop.run(["python", "train.py", "--fail"], cwd=folder, timeout=120)
+    assert done.returncode == 7, done.stdout + done.stderr
+    assert until(lambda: no_ranks(mesh), 10)
+
+
+def test_raising_rank_ends_all_with_its_traceback_last(mesh: LanMesh) -> None:
+    folder = script(mesh, "raises", RAISES)
+    started = time.monotonic()
+    done = mesh.laptop.run(["python", "train.py"], cwd=folder, timeout=120)
+    took = time.monotonic() - started
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stderr.rstrip().endswith("ValueError: the flux capacitor is empty"), done.stderr
+    assert until(lambda: no_ranks(mesh), 10)
+    record = json.loads(mesh.gpulayer("jobs", "--json").stdout)["jobs"][0]
+    states = {rank["rank"]: rank for rank in record["ranks"]}
+    assert states[1]["exit_code"] == 1
+    print(f"from the command to the prompt: {took:.1f} s")
+
+
+def test_interrupt_leaves_nothing_behind(mesh: LanMesh) -> None:
+    folder = script(mesh, "loaders", LOADERS)
+    run = mesh.laptop.popen(["python", "train.py"], cwd=folder)
+    run.expect(r"\[2\|.*batch", 60)
+    assert len(mesh.ranks()) >= 3 * 3
+    pressed = time.monotonic()
+    run.interrupt()
+    assert run.wait(30) == 130, run.output()
+    assert until(lambda: no_ranks(mesh), max(0.1, pressed + 2 + 10 - time.monotonic()))
+
+
+def test_command_runs_on_each_node_and_its_logs_stay(mesh: LanMesh) -> None:
+    done = mesh.gpulayer("run", "--nodes", "2", "--", "hostname", timeout_s=60)
+    names = {box.name for box in mesh.boxes}
+    said = set(re.findall(r"^\[\d\|\S+\] (\S+)$", done.stdout, re.MULTILINE))
+    assert len(said & names) == 2
+    job = json.loads(mesh.gpulayer("jobs", "--json").stdout)["jobs"][0]
+    assert job["state"] == "succeeded"
+    again = mesh.gpulayer("logs", job["job"]).stdout
+    assert set(re.findall(r"^\[\d\|\S+\] (\S+)$", again, re.MULTILINE)) == said
+
+
+def test_detached_job_is_followed_stopped_and_fetched(mesh: LanMesh) -> None:
+    folder = script(
+        mesh,
+        "detached",
+        "import os, time\n"
+        "open(os.environ['GPULAYER_OUT'] + '/kept.txt', 'w').write('here')\n"
+        "open('made.txt', 'w').write('there')\n"
+        "print('started', flush=True)\n"
+        "time.sleep(600)\n",
+    )
+    done = mesh.laptop.run(
+        [GPULAYER, "run", "--detach", "--", "python", "train.py"], cwd=folder, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    job = json.loads(mesh.gpulayer("jobs", "--json").stdout)["jobs"][0]
+    ident = job["job"]
+    until(lambda: "started" in mesh.gpulayer("logs", ident).stdout, 20)
+    rows = mesh.status()
+    assert any(ident in json.dumps(row["jobs"]) for row in rows.values())
+    mesh.gpulayer("stop", ident, "--grace", "1")
+    assert until(lambda: no_ranks(mesh), 10)
+    fetched = mesh.laptop.run([GPULAYER, "get", ident], cwd=folder, timeout=30)
+    assert fetched.returncode == 0, fetched.stderr
+    home = folder / "gpulayer_jobs" / ident
+    assert (home / "kept.txt").read_text() == "here"
+    assert (home / "made.txt").read_text() == "there"
+
+
+def test_request_for_more_machines_than_there_are_is_refused(mesh: LanMesh) -> None:
+    done = mesh.gpulayer("run", "--nodes", "9", "--", "true", code=3)
+    for box in mesh.boxes:
+        assert box.name in done.stderr
+    assert "laptop" in done.stderr
+
+
+def test_worker_may_not_launch(mesh: LanMesh) -> None:
+    done = mesh.gpulayer("run", "--", "true", host=mesh.boxes[0], code=5)
+    assert "launch" in done.stderr
+
+
+def test_machine_without_a_mesh_is_told_what_to_do(make_lan: object, mesh: LanMesh) -> None:
+    done = mesh.laptop.run(
+        [GPULAYER, "run", "--", "true"],
+        env={"GPULAYER_HOME": str(mesh.laptop.home / "elsewhere")},
+    )
+    assert done.returncode == 5
+    assert "gpulayer mesh local" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_killed_agent_is_suspect_then_dead_and_comes_back(mesh: LanMesh) -> None:
+    box = mesh.boxes[1]
+    node = mesh.status()[box.name]["node"]
+    os.kill(box.processes("gpulayer-agent")[0], 9)
+    mesh.agents[box.name].wait(5)
+    killed = time.monotonic()
+    until(lambda: mesh.state(box.name) in ("suspect", "dead"), 6)
+    suspect = time.monotonic() - killed
+    until(lambda: mesh.state(box.name) == "dead", 15 - suspect)
+    dead = time.monotonic() - killed
+    mesh.start_agent(box)
+    started = time.monotonic()
+    until(lambda: mesh.state(box.name) == "alive", 10)
+    back = time.monotonic() - started
+    assert mesh.status()[box.name]["node"] == node
+    print(f"suspect after {suspect:.1f} s, dead after {dead:.1f} s, back {back:.1f} s after start")
+
+
+def test_removed_member_is_out(mesh: LanMesh) -> None:
+    box = mesh.boxes[2]
+    mesh.gpulayer("mesh", "remove", box.name)
+    until(lambda: box.name not in mesh.status(), 5)
+    done = mesh.gpulayer("jobs", host=box, code=5, timeout_s=30)
+    assert "Traceback" not in done.stderr
