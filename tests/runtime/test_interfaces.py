@@ -40,7 +40,12 @@ def test_bound_address_is_the_only_one_offered_even_loopback() -> None:
 
 def test_link_local_is_offered_only_when_an_interface_has_nothing_else() -> None:
     bare = Interface("eth1", "ethernet", None, ("fe80::2%eth1/64",))
-    assert hosts(announce_addresses((bare, LAN), 7)) == ["10.0.0.1", "fd00::1", "fe80::2%eth1"]
+    port = Interface("veth0", "virtual", None, ("fe80::3%veth0/64",))
+    assert hosts(announce_addresses((bare, LAN, port), 7)) == [
+        "10.0.0.1",
+        "fd00::1",
+        "fe80::2%eth1",
+    ]
 
 
 def test_offers_at_most_eight() -> None:

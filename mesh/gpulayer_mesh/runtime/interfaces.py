@@ -79,8 +79,9 @@ def announce_addresses(
         )
         routable = [host for host in v4 if not _link_local(host)]
         routable += [host for host in v6 if not _link_local(host)][:_MAX_V6_OFFERED]
-        # Link-local only where an interface has nothing better: peers must guess its scope.
-        for host in routable or (v4 + v6)[:1]:
+        # Link-local only where a real interface has nothing better: peers must guess its scope.
+        link_local = (v4 + v6)[:1] if interface.kind != "virtual" else []
+        for host in routable or link_local:
             rank = (_OFFER_RANK.get(interface.kind, 0), _link_local(host), ":" in host)
             ranked.append((rank, Address(host, port)))
     ranked.sort(key=lambda pair: pair[0])
