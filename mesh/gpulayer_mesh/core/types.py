@@ -46,8 +46,8 @@ class NodeState(StrEnum):
 class Incarnation:
     """Orders what a subject says of itself; only the subject raises it."""
 
-    boot: Annotated[int, Meta(ge=0, lt=2**63)]  # boot epoch: persisted, +1 at each agent start
-    counter: Annotated[int, Meta(ge=0, lt=2**63)]  # +1 at each refutation or change of the record
+    boot: Annotated[int, Meta(ge=0, lt=2**62)]  # boot epoch: persisted, +1 at each agent start
+    counter: Annotated[int, Meta(ge=0, lt=2**62)]  # +1 at each refutation or change of the record
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class AliveRecord:
     name: Name
     zone: Annotated[str, Meta(max_length=63)]  # "" = none given
     addresses: Addresses
-    caps_version: Annotated[int, Meta(ge=0, lt=2**63)]  # newest `CapsRecord.version` of this boot
+    caps_version: Annotated[int, Meta(ge=0, lt=2**62)]  # newest `CapsRecord.version` of this boot
 
 
 @dataclass(frozen=True, slots=True)

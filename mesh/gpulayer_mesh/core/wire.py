@@ -191,8 +191,10 @@ class ReplayWindow:
             self._mask = ((self._mask << ahead) | 1) & ((1 << 64) - 1) if ahead < 64 else 1
             self._top = seq
             return True
+        if ahead <= -64:  # first: a shift by a peer's number could ask for gigabytes
+            return False
         bit = 1 << -ahead
-        if -ahead >= 64 or self._mask & bit:
+        if self._mask & bit:
             return False
         self._mask |= bit
         return True
