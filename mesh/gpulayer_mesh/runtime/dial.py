@@ -71,16 +71,21 @@ class Dialer:
     Args:
         context: from `identity.client_context`.
         book: whom we speak to at all, and what we show to peers that do not know us.
+        node: our own id.
     """
 
-    def __init__(self, *, context: ssl.SSLContext, book: RosterBook) -> None:
-        self.proven: dict[NodeId, Address] = {}  # what worked last, to be remembered
+    def __init__(self, *, context: ssl.SSLContext, book: RosterBook, node: NodeId) -> None:
         self._context = context
         self._book = book
+        self._node = node
         self._candidates: dict[NodeId, Sequence[Address]] = {}
-        connector = _NodeConnector(self._connect)
-        self._session = aiohttp.ClientSession(
-            connector=connector,
+        self._good: dict[NodeId, Address] = {}  # what worked last
+        self._session = self._new_session()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def _new_session(self) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=_NodeConnector(self._connect),
             auto_decompress=False,
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -90,7 +95,18 @@ class Dialer:
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._session.close()
+        await asyncio.gather(self._session.close(), *self._closing)
+
+    def forget_connections(self) -> None:
+        """Drop every connection, idle or not: after sleep or an address change each is suspect."""
+        task = asyncio.create_task(self._session.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        self._session = self._new_session()
+
+    def good_address(self, node: NodeId) -> Address | None:
+        """Return where a node was reached last, to be remembered; None if it never was."""
+        return self._good.get(node)
 
     async def request(
         self,
@@ -181,6 +197,11 @@ class Dialer:
         *,
         headers_s: float | None = None,
     ) -> AsyncGenerator[bytes, None]:
+        if self._node not in self._book:
+            raise NotAllowedError(
+                "this machine is no member of the mesh any more",
+                hint="ask for an invitation and join again",
+            )
         if node not in self._book:
             raise _no_member(node)
         if addresses:
@@ -264,7 +285,7 @@ class Dialer:
     async def _connect(self, node: NodeId) -> ResponseHandler:
         """Race all addresses of a node; the winner has proven to be it."""
         addresses = list(self._candidates.get(node, ()))
-        best = self.proven.get(node)
+        best = self._good.get(node)
         if best is not None:
             addresses = [best, *(a for a in addresses if a != best)]
         if not addresses:
@@ -277,7 +298,7 @@ class Dialer:
                 for a, e in zip(addresses, failures, strict=False)
             )
             raise TransportError(f"cannot reach {self._name(node)}: {tried}")
-        self.proven[node] = addresses[index]
+        self._good[node] = addresses[index]
         protocol: ResponseHandler = winner[0]
         return protocol
 

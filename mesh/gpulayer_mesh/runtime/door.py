@@ -336,11 +336,8 @@ class Door:
         return await self._take(request.body)
 
     async def _take(self, signed: bytes) -> dict[str, int]:
-        before = self._book.epoch
         await self._on_roster(signed)
-        if self._book.epoch != before:
-            # After this answer is out: the peer may have removed itself.
-            asyncio.get_running_loop().call_later(0.1, self.enforce)
+        self.enforce()
         return {"epoch": self._book.epoch}
 
     async def _get_roster(self, request: DoorRequest) -> bytes:
@@ -358,7 +355,7 @@ class _Connection(RequestHandler):
             loop=loop,
             keepalive_timeout=IDLE_S,
             tcp_keepalive=False,  # ours is below, with shorter times
-            access_log=None,  # type: ignore[arg-type]  aiohttp accepts it and its own docs use it
+            access_log=None,  # type: ignore[arg-type]
             max_line_size=HEADER_MAX,
             max_field_size=HEADER_MAX,
             max_headers=HEADERS_MAX,
