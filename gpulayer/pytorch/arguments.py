@@ -1,0 +1,118 @@
+"""Checks of what users pass, in Lightning's sense of each argument (TRAINER.md 1.1).
+
+Pure: values in, values out. The type of a number decides its meaning: 1 is one batch, 1.0 is all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpulayer_mesh.errors import ConfigError
+
+
+class ArgumentError(ConfigError, ValueError):
+    """An argument of `gpulayer.pytorch` has an impossible value."""
+
+
+def limit(name: str, value: float | None) -> int | float:
+    """Return a batch limit: an int counts batches, a float in [0, 1] is a fraction."""
+    if value is None:
+        return 1.0
+    if isinstance(value, int | float) and value >= 0:
+        if isinstance(value, int) or value <= 1.0:
+            return value
+        if value.is_integer():
+            return int(value)
+    raise ArgumentError(f"{name} must be an int >= 0 or a float in [0, 1], got {value!r}")
+
+
+def batches(name: str, length: float, limited: int | float) -> float:
+    """Return how many of `length` batches (inf: unknown) a limit lets through."""
+    if length == 0:
+        return 0
+    if isinstance(limited, int):
+        return min(length, limited)
+    if length == float("inf"):
+        if limited == 0.0:
+            return 0
+        if limited != 1.0:
+            raise ArgumentError(
+                f"{name}={limited} is a fraction, but the loader has no length",
+                hint="give an int",
+            )
+        return length
+    count = int(length * limited)
+    if count == 0 and limited > 0:
+        raise ArgumentError(f"{name}={limited} of {length:.0f} batches is not one batch")
+    return count
+
+
+def at_least(name: str, value: Any, least: int) -> int:
+    """Return `value` if it is an int not below `least`."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        return value
+    raise ArgumentError(f"{name} must be an int >= {least}, got {value!r}")
+
+
+def val_interval(
+    interval: float | None, every_n_epoch: int | None
+) -> tuple[int | float, int | None]:
+    """Check `val_check_interval` and `check_val_every_n_epoch` together."""
+    if every_n_epoch is None and isinstance(interval, float):
+        raise ArgumentError(
+            f"val_check_interval={interval} is a fraction of an epoch, but "
+            "check_val_every_n_epoch=None counts batches across epochs",
+            hint="give val_check_interval as an int",
+        )
+    if every_n_epoch is not None:
+        at_least("check_val_every_n_epoch", every_n_epoch, 1)
+    if interval is None:
+        return 1.0, every_n_epoch
+    if isinstance(interval, bool) or not isinstance(interval, int | float):
+        raise ArgumentError(f"val_check_interval must be an int or a float, got {interval!r}")
+    if (isinstance(interval, int) and interval >= 1) or (
+        isinstance(interval, float) and 0.0 <= interval <= 1.0
+    ):
+        return interval, every_n_epoch
+    raise ArgumentError(
+        f"val_check_interval must be an int >= 1 or a float in [0, 1], got {interval!r}"
+    )
+
+
+def devices(value: Any) -> int | str:
+    """Return "auto" or the number of devices per node."""
+    if value in ("auto", -1, "-1"):
+        return "auto"
+    if isinstance(value, str) and value.isdigit():
+        value = int(value)
+    if isinstance(value, list | tuple):
+        raise ArgumentError(
+            f"devices={value!r}: devices are counted, not chosen",
+            hint="give a number; CUDA_VISIBLE_DEVICES picks cards on this machine",
+        )
+    return at_least("devices", value, 1)
+
+
+# What a Lightning user may pass that this Trainer does not have, and what to do instead.
+REFUSED = {
+    "callbacks": "callbacks are not available yet",
+    "ckpt_path": "checkpoints are not available yet",
+    "datamodule": "pass loaders to fit, or define train_dataloader in the module",
+    "enable_checkpointing": "checkpoints are not available yet; fit brings the weights back",
+    "enable_model_summary": "there is no model summary",
+    "barebones": "the loop is lean as it is",
+    "detect_anomaly": "wrap fit in torch.autograd.set_detect_anomaly(True)",
+    "inference_mode": "fit validates under no_grad",
+    "overfit_batches": "use limit_train_batches",
+    "plugins": "there are no plugins; use launch() with your own script",
+    "profiler": "use torch.profiler around fit",
+    "reload_dataloaders_every_n_epochs": "loaders are built once per fit",
+    "sync_batchnorm": "call torch.nn.SyncBatchNorm.convert_sync_batchnorm yourself",
+}
+
+
+def refuse(unknown: dict[str, Any]) -> None:
+    """Raise the TypeError Python would, with a word on what to do."""
+    for name in unknown:
+        hint = f" ({REFUSED[name]})" if name in REFUSED else ""
+        raise TypeError(f"Trainer() got an unexpected keyword argument {name!r}{hint}")

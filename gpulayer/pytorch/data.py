@@ -1,0 +1,228 @@
+"""Loaders: sharding them over ranks, bounding them, moving batches.
+
+A training loader is sharded by torch's `DistributedSampler`, which pads so that all ranks step
+equally often. An evaluation loader is sharded without padding: each sample counts once, and ranks
+may have unequal numbers of batches. Knows nothing of steps or metrics.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from gpulayer.pytorch.arguments import ArgumentError
+
+Loader = Iterable[Any]
+Loaders = Loader | Sequence[Loader]
+
+
+class DrawnSamples(Dataset[Any]):
+    """What a sampler draws, as a data set of indices, so that a distributed sampler can share it.
+
+    Every rank draws all: a sampler that draws at random must draw the same on all ranks.
+    """
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._drawn: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._drawn[index]
+
+    def draw(self) -> None:
+        self._drawn = list(self._sampler)
+
+
+class ShardSampler(DistributedSampler[Any]):
+    """A `DistributedSampler` that can also share out a sampler's draws, and can leave out padding.
+
+    Without padding rank r of w gets the samples r, r + w, ... and the last ranks may get one less.
+    """
+
+    def __init__(
+        self, source: Any, rank: int, world_size: int, *, shuffle: bool, pad: bool, seed: int
+    ):
+        super().__init__(source, world_size, rank, shuffle=shuffle, seed=seed)
+        self._drawn = source if isinstance(source, DrawnSamples) else None
+        if not pad:
+            self.num_samples = len(range(rank, len(source), world_size))
+            self.total_size = len(source)  # what the indices are padded to
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._drawn is None:
+            return super().__iter__()
+        self._drawn.draw()
+        return (self._drawn[index] for index in super().__iter__())
+
+
+def shardable(loader: Loader) -> bool:
+    """Return whether a loader can be given a sampler of ours."""
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and not isinstance(loader.sampler, DistributedSampler)
+    )
+
+
+def sequential(loader: Loader) -> bool:
+    """Return whether the user asked for samples in order."""
+    return isinstance(getattr(loader, "sampler", None), SequentialSampler)
+
+
+def shard(
+    loader: DataLoader[Any], rank: int, world_size: int, *, shuffle: bool, pad: bool, seed: int
+) -> DataLoader[Any]:
+    """Return a copy of `loader` that yields this rank's share."""
+    if isinstance(loader.sampler, RandomSampler | SequentialSampler):
+        source: Any = loader.dataset
+    else:
+        source = DrawnSamples(loader.sampler)
+    sampler = ShardSampler(source, rank, world_size, shuffle=shuffle, pad=pad, seed=seed)
+    changed: dict[str, Any] = {"sampler": sampler}
+    if loader.batch_sampler is not None:
+        if type(loader.batch_sampler) is not BatchSampler:
+            raise ArgumentError(
+                f"a loader with its own batch sampler ({type(loader.batch_sampler).__name__}) "
+                "cannot be shared out over ranks",
+                hint="shard it by rank yourself and pass Trainer(use_distributed_sampler=False)",
+            )
+        batches = BatchSampler(sampler, loader.batch_sampler.batch_size, loader.drop_last)
+        changed["batch_sampler"] = batches
+    # Copied, not built anew: it also works for subclasses with arguments of their own. DataLoader
+    # refuses assignment to these attributes after __init__, hence __dict__.
+    twin = copy.copy(loader)
+    vars(twin).update(changed, _iterator=None)
+    return twin
+
+
+def for_training(
+    loader: Loader, rank: int, world_size: int, *, seed: int, inject: bool, init: Any
+) -> Loader:
+    """Return the loader that this rank trains from."""
+    if isinstance(loader, list | tuple | Mapping):
+        raise ArgumentError(
+            f"train_dataloaders is a {type(loader).__name__}: there is one training loader",
+            hint="join the data sets, or yield from both in one iterable",
+        )
+    if world_size > 1 and inject and shardable(loader):
+        assert isinstance(loader, DataLoader)
+        if sequential(loader) and rank == 0:
+            warnings.warn(
+                "the training loader does not shuffle, but its distributed sampler does; to keep "
+                "the order, shard it by rank yourself and pass use_distributed_sampler=False",
+                stacklevel=2,
+            )
+        loader = shard(loader, rank, world_size, shuffle=True, pad=True, seed=seed)
+    return _with_init(loader, init)
+
+
+def for_evaluation(
+    loaders: Loaders | None, rank: int, world_size: int, *, seed: int, inject: bool, init: Any
+) -> list[Loader]:
+    """Return the loaders that this rank evaluates."""
+    if loaders is None:
+        return []
+    found = list(loaders) if isinstance(loaders, list | tuple) else [loaders]
+    if world_size > 1 and inject:
+        found = [
+            shard(one, rank, world_size, shuffle=not sequential(one), pad=False, seed=seed)
+            if isinstance(one, DataLoader) and shardable(one)
+            else one
+            for one in found
+        ]
+    return [_with_init(one, init) for one in found]
+
+
+def _with_init(loader: Loader, init: Any) -> Loader:
+    if init is not None and isinstance(loader, DataLoader) and loader.worker_init_fn is None:
+        twin = copy.copy(loader)
+        twin.worker_init_fn = init
+        return twin
+    return loader
+
+
+def length(loader: Loader) -> float:
+    """Return the number of batches, inf where the loader does not say."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):  # an IterableDataset without __len__ raises TypeError
+        return float("inf")
+
+
+def padded_length(loader: Loader) -> float:
+    """Return the batches of the rank that has most: equal on all ranks where `length` is not."""
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, ShardSampler) or not isinstance(loader, DataLoader):
+        return length(loader)
+    samples = -(-sampler.total_size // sampler.num_replicas)
+    size = loader.batch_size or 1
+    return samples // size if loader.drop_last else -(-samples // size)
+
+
+def set_epoch(loader: Loader, epoch: int) -> None:
+    """Tell the samplers of a loader which epoch begins; forgetting it repeats the order."""
+    sampler = getattr(loader, "sampler", None)
+    batches = getattr(loader, "batch_sampler", None)
+    for one in (sampler, batches, getattr(batches, "sampler", None)):
+        if callable(getattr(one, "set_epoch", None)):
+            one.set_epoch(epoch)  # type: ignore[union-attr]
+
+
+def look_ahead(iterator: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+    """Yield (batch, whether it is the last) of an iterator of unknown length."""
+    held: list[Any] = []
+    for batch in iterator:
+        if held:
+            yield held.pop(), False
+        held.append(batch)
+    if held:
+        yield held.pop(), True
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """Return a batch with every tensor in it, at any depth, on `device`."""
+    if isinstance(batch, Tensor):
+        return batch if batch.device == device else batch.to(device, non_blocking=_async(device))
+    if isinstance(batch, tuple):
+        moved = [move(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    if isinstance(batch, list):
+        return [move(value, device) for value in batch]
+    if isinstance(batch, dict):
+        moved_items = {key: move(value, device) for key, value in batch.items()}
+        if type(batch) is dict:
+            return moved_items
+        kept = copy.copy(batch)  # an OrderedDict, a defaultdict, a BatchEncoding
+        kept.update(moved_items)
+        return kept
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        twin = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            object.__setattr__(twin, field.name, move(getattr(batch, field.name), device))
+        return twin
+    if hasattr(batch, "to") and callable(batch.to):
+        return batch.to(device)
+    return batch
+
+
+def _async(device: torch.device) -> bool:
+    # Copies from pinned memory overlap on cuda; on mps they have been seen to race.
+    return device.type == "cuda"

@@ -1,0 +1,199 @@
+"""The validation loop: what runs inside fit after a batch, and as the sanity check before it.
+
+Ranks may have unequal numbers of batches, so nothing in here is collective until all loaders are
+done: the bare module is called, not its data-parallel wrapper, and metrics are reduced together at
+the end. Semantics are Lightning's (TRAINER.md 1.7, 1.8). Does not know when it is due.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gpulayer.pytorch import data
+from gpulayer.pytorch.arguments import ArgumentError, batches
+from gpulayer.pytorch.metrics import reduce_named
+from gpulayer.pytorch.module import Module, overridden
+
+if TYPE_CHECKING:
+    from gpulayer.pytorch.trainer import Trainer
+
+_HOOKS = (
+    "on_validation_start",
+    "on_validation_end",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_validation_batch_start",
+    "on_validation_batch_end",
+    "on_validation_model_train",
+)
+
+
+class Evaluation:
+    """Runs `validation_step` over loaders."""
+
+    def __init__(self, trainer: Trainer, module: Module, loaders: list[data.Loader]) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._loaders = loaders
+        self._metrics = trainer._metrics
+        self._several = len(loaders) > 1
+        self._step = module.validation_step
+        self._takes_index = takes(self._step, 2)
+        self._hooks = {
+            name: getattr(module, name) if overridden(module, name) else None for name in _HOOKS
+        }
+        if self._several and not takes(self._step, 3):
+            raise ArgumentError(
+                f"{len(loaders)} validation loaders, but validation_step takes no dataloader_idx"
+            )
+        self._transfer = transfer_of(module, trainer.runtime.device)
+        limit = trainer.limit_val_batches
+        self.num_batches = [
+            batches("limit_val_batches", data.padded_length(one), limit) for one in loaders
+        ]
+        # Batches seen per loader over all validations: the x axis of values logged on_step.
+        self._seen: defaultdict[int, int] = defaultdict(int)
+        self._step_rows: list[tuple[int, dict[str, tuple[str, bool, Tensor | float]]]] = []
+
+    def run(self, limit: float = float("inf")) -> None:
+        """Evaluate every loader, at most `limit` batches of each."""
+        if sum(self.num_batches) == 0:
+            return
+        trainer, metrics = self._trainer, self._metrics
+        sanity = trainer.sanity_checking
+        for loader in self._loaders:
+            data.set_epoch(loader, trainer._epochs_processed)
+        within_batch = metrics.on_step
+        metrics.evaluate(True)
+        flags = [(part, part.training) for part in self._module.modules()]
+        self._call_model_hook("on_validation_model_eval")
+        with torch.no_grad():
+            self._call("on_validation_start")
+            self._call("on_validation_epoch_start")
+            for index, loader in enumerate(self._loaders):
+                for batch_idx, batch in enumerate(
+                    _bounded(loader, min(self.num_batches[index], limit))
+                ):
+                    self._batch(batch, batch_idx, index)
+                    if not sanity:
+                        self._keep_step_values(index)
+            metrics.epoch_end()
+            metrics.reduce()
+            for loader_index in metrics.loaders():
+                metrics.dataloader_idx = loader_index
+                metrics.commit()
+            row = self._epoch_row()
+            metrics.dataloader_idx = None
+            self._call("on_validation_epoch_end")
+            metrics.reduce()
+            metrics.commit()
+            row.update(metrics.row())
+            if not sanity:
+                self._write_step_values()
+                trainer._log_row(row)
+            self._call("on_validation_end")
+        metrics.reset()
+        metrics.hook = ""
+        metrics.evaluate(False)
+        metrics.on_step = within_batch
+        if self._hooks["on_validation_model_train"]:
+            self._call("on_validation_model_train")
+        else:
+            for part, training in flags:
+                part.training = training
+
+    def _batch(self, batch: Any, batch_idx: int, index: int) -> None:
+        metrics = self._metrics
+        batch = self._transfer(batch, index)
+        args = (batch, batch_idx, index) if self._several else (batch, batch_idx)
+        metrics.batch_start(batch, index if self._several else None)
+        self._call("on_validation_batch_start", *args)
+        metrics.hook = "validation_step"
+        with self._trainer.runtime.autocast():
+            output = self._step(*args) if self._takes_index else self._step(batch)
+        self._call("on_validation_batch_end", output, *args)
+
+    def _call(self, name: str, *args: Any) -> None:
+        hook = self._hooks[name]
+        if hook is not None:
+            self._metrics.hook = name
+            hook(*args)
+
+    def _call_model_hook(self, name: str) -> None:
+        self._metrics.hook = ""
+        getattr(self._module, name)()
+
+    # -- rows of metrics.csv -----------------------------------------------------------------
+
+    def _epoch_row(self) -> dict[str, Tensor | float]:
+        row: dict[str, Tensor | float] = {}
+        for loader_index in self._metrics.loaders():
+            self._metrics.dataloader_idx = loader_index
+            row.update(self._metrics.row())
+        return row
+
+    def _keep_step_values(self, index: int) -> None:
+        """Keep what was logged on_step; written at the end, when ranks meet anyway."""
+        entries = self._metrics.step_entries()
+        if entries:
+            values = {
+                e.step_name: (e.fx, e.sync, e.last)
+                for e in entries
+                if e.logger and e.last is not None
+            }
+            self._step_rows.append((self._seen[index], values))
+        self._seen[index] += 1
+
+    def _write_step_values(self) -> None:
+        rows, self._step_rows = self._step_rows, []
+        plain: dict[int, dict[str, Tensor | float]] = {}
+        shared: dict[str, tuple[str, Tensor | float | None, float]] = {}
+        for number, (step, values) in enumerate(rows):
+            plain[number] = {"step": float(step)}
+            for name, (fx, sync, value) in values.items():
+                plain[number][name] = value
+                if sync:
+                    shared[json.dumps([number, step, name])] = (fx, value, 1.0)
+        runtime = self._trainer.runtime
+        if runtime.world_size > 1:
+            for key, reduced in reduce_named(shared, runtime).items():
+                number, step, name = json.loads(key)
+                plain.setdefault(number, {"step": float(step)})[name] = reduced
+        for number in sorted(plain):
+            row = dict(plain[number])
+            self._trainer._log_row(row, step=int(row.pop("step")))
+
+
+def _bounded(loader: data.Loader, limit: float) -> Iterator[Any]:
+    return iter(loader) if limit == float("inf") else islice(iter(loader), int(limit))
+
+
+def takes(function: Callable[..., Any], count: int) -> bool:
+    """Return whether a function can be called with `count` positional arguments."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
+def transfer_of(module: Module, device: torch.device) -> Callable[[Any, int], Any]:
+    """Return how a batch gets to the device: directly unless the module has a say in it."""
+    names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    if not any(overridden(module, name) for name in names):
+        return lambda batch, index: data.move(batch, device)
+
+    def transfer(batch: Any, index: int) -> Any:
+        batch = module.on_before_batch_transfer(batch, index)
+        batch = module.transfer_batch_to_device(batch, device, index)
+        return module.on_after_batch_transfer(batch, index)
+
+    return transfer

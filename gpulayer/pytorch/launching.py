@@ -1,0 +1,185 @@
+"""Where a script runs: in this process, as ranks on this machine, or on machines of the mesh.
+
+`launch()` asks for any script; `Trainer` asks the same questions for one call. Knows how to decide
+and whom to ask (`gpulayer.launcher`); not how a job is run. Imports torch only when the answer
+depends on this machine's accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from gpulayer_mesh.errors import GpuLayerError
+
+from gpulayer.env import named_env, rank_env
+from gpulayer.pytorch import arguments
+from gpulayer.pytorch.arguments import ArgumentError
+
+if TYPE_CHECKING:
+    from gpulayer_mesh.core.types import Accelerator
+
+    from gpulayer.launcher import JobOutcome, JobRequest
+
+Target = str | Iterable[str]
+
+
+class Where(StrEnum):
+    HERE = "here"  # in this process
+    LOCAL = "local"  # ranks on this machine, no mesh needed
+    PEERS = "peers"  # machines of the mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where, and with how many processes if on this machine."""
+
+    where: Where
+    processes: int = 1
+    kind: str | None = None  # "cuda", "mps", "cpu" of this machine; None on peers
+
+
+def is_launcher_process() -> bool:
+    """Return whether this process is no rank: True on the laptop, False in the job."""
+    return rank_env() is None
+
+
+def launch(
+    nodes: int = 1,
+    devices: int | str = "auto",
+    accelerator: str = "auto",
+    target: Target = "auto",
+    *,
+    env: Mapping[str, str] | Iterable[str] | None = None,
+    secrets: Mapping[str, str] | Iterable[str] | None = None,
+    stop_grace_s: float = 30.0,
+    detach: bool = False,
+    dry_run: bool = False,
+) -> None:
+    """Run this script as a job from here on; returns only inside the job.
+
+    In the process that started the script this ships its folder, runs the same script with the
+    same arguments on the chosen machines, follows it, brings its output files back and exits with
+    the job's exit code. In a rank (also one started by torchrun) it returns at once. Code above it
+    runs in both.
+
+    Args:
+        devices: processes per node; "auto" is every free GPU, or one process where there is none.
+        accelerator: "auto", "cpu", "gpu", "cuda", "rocm" or "mps".
+        target: "auto", "local", "mesh", node names, "zone:NAME", "!NAME".
+        env, secrets: variables for the ranks; a list of names takes this process's values.
+    """
+    if rank_env() is not None:
+        return
+    from gpulayer_mesh.core.jobspec import JobKind
+
+    devices = arguments.devices(devices)
+    nodes = arguments.at_least("nodes", nodes, 1)
+    choice = choose(nodes, devices, accelerator, target)
+    if choice.where is Where.HERE:
+        # A script without a Trainer has no in-process form. With nothing asked for and no
+        # accelerator here, a machine that has one is what the user wants.
+        unspecific = choice.kind == "cpu" and accelerator == "auto" and target == "auto"
+        choice = Choice(Where.PEERS if unspecific else Where.LOCAL, 1, choice.kind)
+    single = nodes == 1 and (devices == 1 or choice == Choice(Where.LOCAL, 1, choice.kind))
+    outcome = run(
+        choice,
+        kind=JobKind.COMMAND if single else JobKind.DISTRIBUTED,
+        nodes=nodes,
+        devices=devices,
+        accelerator=accelerator_of(accelerator),
+        target=target if isinstance(target, str) else tuple(target),
+        env=variables(env),
+        secrets=variables(secrets),
+        stop_grace_s=stop_grace_s,
+        detach=detach,
+        dry_run=dry_run,
+    )
+    raise SystemExit(outcome.code)
+
+
+def choose(nodes: int, devices: int | str, accelerator: str, target: Target) -> Choice:
+    """Decide where `nodes` x `devices` processes run.
+
+    Raises:
+        ArgumentError: it can be seen from here that no machine could do it.
+    """
+    if accelerator == "mps" and (nodes > 1 or (isinstance(devices, int) and devices > 1)):
+        raise _one_mps(nodes, devices)
+    if nodes > 1 and target == "local":
+        raise ArgumentError(f'target="local" is this machine alone, not {nodes} nodes')
+    if nodes > 1 or target not in ("auto", "local"):
+        return Choice(Where.PEERS)
+
+    import torch
+
+    from gpulayer.pytorch.runtime import local_kind
+
+    kind = local_kind(accelerator)
+    cards = torch.cuda.device_count() if kind == "cuda" else None
+    count = (cards or 1) if isinstance(devices, str) else devices
+    problem = None
+    if kind is None:
+        problem = f"this machine has no {accelerator}"
+    elif kind == "mps" and count > 1:
+        raise _one_mps(nodes, count)
+    elif cards is not None and count > cards:
+        problem = f"this machine has {cards} of the {count} devices asked for"
+    if problem is not None:
+        if target == "local":
+            raise ArgumentError(problem, hint='target="auto" looks for another machine')
+        return Choice(Where.PEERS)
+    return Choice(Where.HERE if count == 1 else Where.LOCAL, count, kind)
+
+
+def _one_mps(nodes: int, devices: int | str) -> ArgumentError:
+    return ArgumentError(
+        f"mps trains in one process only, so devices={devices} on {nodes} node(s) is not possible"
+    )
+
+
+def run(choice: Choice, **fields: Any) -> JobOutcome:
+    """Run this script as a job; errors are printed and end the process with their exit code."""
+    from gpulayer import launcher
+
+    def start() -> JobOutcome:
+        request: JobRequest = launcher.script_request(**fields)
+        if choice.where is Where.LOCAL:
+            return launcher.run_local(request, processes=choice.processes)
+        return launcher.run_job(request)
+
+    return _or_exit(start)
+
+
+def _or_exit(start: Callable[[], JobOutcome]) -> JobOutcome:
+    # The caller is a training script, not a program that could handle it: a traceback through our
+    # code would bury the one line that matters, and Python would turn every exit code into 1.
+    try:
+        return start()
+    except GpuLayerError as error:
+        from gpulayer.ui import Ui
+
+        Ui().error(error)
+        raise SystemExit(int(error.exit_code)) from error
+
+
+def accelerator_of(name: str) -> Accelerator | None:
+    """Return the accelerator to ask the mesh for; None leaves it to the plan."""
+    from gpulayer_mesh.core.types import Accelerator
+
+    if name == "auto":
+        return None
+    return Accelerator.CUDA if name == "gpu" else Accelerator(name)
+
+
+def variables(given: Mapping[str, str] | Iterable[str] | None) -> dict[str, str]:
+    """Return environment variables given as a mapping or as names."""
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return dict(given)
+    if isinstance(given, str):
+        raise ArgumentError(f"env={given!r}: give a list of names or a mapping")
+    return named_env(given)

@@ -1,0 +1,487 @@
+"""The training loop: epochs, batches, optimizer steps, and when validation is due.
+
+What the module overrides is resolved once, at the start; a step without overrides and logging is
+forward, zero_grad, backward, step and a handful of attribute reads. Per step nothing waits for the
+device, nothing is written to disk and no rank talks to another beyond what DDP does.
+Order of calls, counters and stops are Lightning's (TRAINER.md 1.2 to 1.6). Knows one module on one
+rank; where that is, `Trainer` decided before.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gpulayer.pytorch import data
+from gpulayer.pytorch.arguments import ArgumentError, batches
+from gpulayer.pytorch.evaluation import Evaluation, takes, transfer_of
+from gpulayer.pytorch.module import Module, overridden
+from gpulayer.pytorch.precision import ScaledOptimizer
+
+if TYPE_CHECKING:
+    from gpulayer.pytorch.optimizers import SchedulerConfig
+    from gpulayer.pytorch.trainer import Trainer
+
+_INF = float("inf")
+# Hooks called around steps; None after resolution where the module does not override them.
+_HOOKS = (
+    "on_train_start",
+    "on_train_end",
+    "on_train_epoch_start",
+    "on_train_epoch_end",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+    "on_before_backward",
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+)
+
+
+class StepForward(nn.Module):
+    """Makes `training_step` the forward of a module, so that DDP's hooks run around it."""
+
+    def __init__(self, module: Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> Any:
+        return self.module.training_step(*args)
+
+
+class FitLoop:
+    """One fit of one module."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        module: Module,
+        loader: data.Loader,
+        num_batches: float,
+        evaluation: Evaluation | None,
+        wrapped: DistributedDataParallel | None,
+    ) -> None:
+        self.trainer = trainer
+        self.module = module
+        self.loader = loader
+        self.num_batches = num_batches
+        self.evaluation = evaluation
+        self.val_check_batch = self._val_check_batch()
+        self.optimizer: Any = trainer.optimizers[0]
+        self._metrics = trainer._metrics
+        self._runtime = trainer.runtime
+        self._hooks: dict[str, Callable[..., Any] | None] = {
+            name: getattr(module, name) if overridden(module, name) else None for name in _HOOKS
+        }
+        self._transfer = transfer_of(module, self._runtime.device)
+        self._wrapped = wrapped
+        self._forward: Callable[..., Any] = module.training_step if wrapped is None else wrapped
+        self._takes_index = takes(module.training_step, 2)
+        self._autocast = self._runtime.autocast if self._runtime.precision.mixed else None
+        self._scaler = self._runtime.scaler
+        if self._scaler is not None:
+            self.optimizer = ScaledOptimizer(self.optimizer, self._scaler, self._before_step)
+        self._window = trainer.accumulate_grad_batches
+        self._step_schedulers = self._schedulers("step", plateau=False)
+        self._step_plateaus = self._schedulers("step", plateau=True)
+        # the batch in hand
+        self._batch_idx = -1
+        self._is_last = False
+        self._stepping = True
+        self._args: tuple[Any, ...] = ()
+        self._outputs: dict[str, Any] = {}
+        self._loss: Tensor | None = None
+        self._ran = False
+
+    # -- epochs ------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Train until an end is reached."""
+        if self._done() or self.trainer.limit_train_batches == 0:
+            return
+        self._call("on_train_start")
+        while not self._done():
+            self._epoch()
+        self._call("on_train_end")
+
+    def _done(self) -> bool:
+        trainer = self.trainer
+        if self.num_batches == 0 or self._steps_done():
+            return True
+        if trainer._max_epochs != -1 and trainer._epochs_processed >= trainer._max_epochs:
+            trainer._epochs_completed = trainer._epochs_processed
+            return True
+        return trainer.should_stop and self._may_stop()
+
+    def _steps_done(self) -> bool:
+        return self.trainer.max_steps != -1 and self.trainer.global_step >= self.trainer.max_steps
+
+    def _may_stop(self) -> bool:
+        trainer = self.trainer
+        epochs, steps = trainer._min_epochs, trainer.min_steps
+        return (not epochs or trainer._epochs_processed >= epochs) and (
+            not steps or trainer.global_step >= steps
+        )
+
+    def _epoch(self) -> None:
+        trainer = self.trainer
+        data.set_epoch(self.loader, trainer._epochs_processed)
+        trainer._progress_epoch_start()
+        self._call("on_train_epoch_start")
+        complete = self._batches()
+        if self._batch_idx < 0:
+            raise RuntimeError("the training loader yielded no batch")
+        self._metrics.epoch_end()
+        trainer._epochs_processed += 1
+        self._metrics.reduce()
+        self._metrics.commit()
+        self._call("on_train_epoch_end")
+        self._metrics.reduce()
+        self._metrics.commit()
+        if complete:
+            self._step_by_epoch(plateau=True)
+        trainer._log_row(self._metrics.row(), step=None, shift=-1)
+        self._metrics.reset()
+        trainer._epochs_completed += 1
+        trainer._epoch_end(self._batch_idx + 1)
+
+    def _batches(self) -> bool:
+        """Run the batches of an epoch; returns whether the epoch came to its last one."""
+        trainer, metrics = self.trainer, self._metrics
+        on_start, on_end = self._hooks["on_train_batch_start"], self._hooks["on_train_batch_end"]
+        log_every = trainer.log_every_n_steps
+        self._batch_idx = -1
+        self._is_last = False
+        stream = self._stream()
+        while not self._is_last and not self._steps_done():
+            if trainer.should_stop and self._may_stop():
+                return False
+            item = next(stream, None)
+            if item is None:
+                return self._ended_early()
+            batch, self._is_last = item
+            batch = self._transfer(batch, 0)
+            self._batch_idx = batch_idx = self._batch_idx + 1
+            trainer._total_batches += 1
+            metrics.batch_start(batch)
+            self._outputs = {}
+            if batch is None:
+                warnings.warn("the training loader yielded None; no step is made", stacklevel=2)
+                self._stepping = self._window_full()
+            else:
+                if on_start is not None:
+                    metrics.hook = "on_train_batch_start"
+                    if on_start(batch, batch_idx) == -1:
+                        self._is_last = True
+                        self._step_by_batch()
+                        self._step_by_epoch(plateau=False)
+                        return True
+                self._stepping = self._window_full()
+                self._train(batch, batch_idx)
+            if self._stepping and self._step_schedulers:
+                self._step_by_batch()
+            if self._is_last:
+                self._step_by_epoch(plateau=False)
+            if on_end is not None:
+                metrics.hook = "on_train_batch_end"
+                on_end(self._outputs, batch, batch_idx)
+            if (
+                self._stepping
+                and log_every
+                and ((trainer._batches_that_stepped + 1) % log_every == 0 or trainer.should_stop)
+            ):
+                trainer._log_row(metrics.row())
+            if self.evaluation is not None and self._validation_due():
+                self._validate()
+            if self._stepping:
+                if self._step_plateaus:
+                    self._step_scheduler_list(self._step_plateaus, batch_idx + 1)
+                trainer._batches_that_stepped += 1
+            trainer._progress_step(batch_idx + 1, self.num_batches, self._loss)
+        return self._is_last
+
+    def _stream(self) -> Iterator[tuple[Any, bool]]:
+        """Yield (batch, whether it is the last of the epoch)."""
+        iterator = iter(self.loader)
+        limit = self.num_batches
+        if data.length(self.loader) == _INF:
+            source = data.look_ahead(iterator)
+        else:
+            source = ((batch, False) for batch in iterator)
+        for number, (batch, last) in enumerate(source, 1):
+            yield batch, last or number == limit
+            if number == limit:
+                return
+
+    def _ended_early(self) -> bool:
+        """Treat a loader that yields less than its length as at the end of its epoch."""
+        if self._batch_idx < 0:
+            return False
+        text = f"the training loader announced {self.num_batches:.0f} batches and yielded " + str(
+            self._batch_idx + 1
+        )
+        if not self._stepping:
+            raise RuntimeError(f"{text}: gradients of its last batches were not applied")
+        warnings.warn(text, stacklevel=3)
+        self._is_last = True
+        self._step_by_epoch(plateau=False)
+        whole_epochs = self.trainer.val_check_interval == 1.0 or self.val_check_batch == _INF
+        if self.evaluation is not None and whole_epochs and self._validating_epoch():
+            self._validate()
+        return True
+
+    # -- one batch ---------------------------------------------------------------------------
+
+    def _window_full(self) -> bool:
+        """Return whether the optimizer steps after this batch; the last of an epoch always does."""
+        return self._is_last or (self._batch_idx + 1) % self._window == 0
+
+    def _train(self, batch: Any, batch_idx: int) -> None:
+        trainer = self.trainer
+        self._args = (batch, batch_idx) if self._takes_index else (batch,)
+        if not self._stepping:
+            with self._unsynchronised(), torch.enable_grad():
+                self._closure()
+            return
+        step = self._hooks["optimizer_step"]
+        if step is None:
+            self.optimizer.step(self._stepping_closure)
+        else:
+            self._ran = False
+            self._metrics.hook = "optimizer_step"
+            step(trainer.current_epoch, batch_idx, self.optimizer, self._stepping_closure)
+            if not self._ran:
+                raise RuntimeError(
+                    "optimizer_step did not call its closure, which runs training_step and backward"
+                )
+        trainer._global_step += 1
+
+    def _unsynchronised(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._wrapped is None else self._wrapped.no_sync()
+
+    def _stepping_closure(self) -> Tensor | None:
+        loss = self._closure()
+        if self._scaler is None:
+            self._before_step()
+        return loss
+
+    def _closure(self) -> Tensor | None:
+        """Run forward, zero_grad and backward; gradients stay readable until the next window."""
+        metrics, hooks = self._metrics, self._hooks
+        self._ran = True
+        metrics.hook = "training_step"
+        try:
+            if self._autocast is None:
+                output = self._forward(*self._args)
+            else:
+                with self._autocast():
+                    output = self._forward(*self._args)
+        except RuntimeError as error:
+            if self._wrapped is None or "Expected to have finished reduction" not in str(error):
+                raise
+            raise self._unused_parameters(str(error)) from error
+        loss = self._loss_of(output)
+        if self._batch_idx % self._window == 0:
+            self._zero_grad()
+        if loss is None:
+            return None
+        detached = loss.detach()
+        self._outputs["loss"] = detached
+        self._loss = detached
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        if hooks["on_before_backward"] is not None:
+            metrics.hook = "on_before_backward"
+            hooks["on_before_backward"](loss)
+        if hooks["backward"] is not None:
+            metrics.hook = "backward"
+            hooks["backward"](loss)
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
+        if hooks["on_after_backward"] is not None:
+            metrics.hook = "on_after_backward"
+            hooks["on_after_backward"]()
+        return detached
+
+    def _loss_of(self, output: Any) -> Tensor | None:
+        """Return the loss to differentiate, divided by the window; keeps what else was returned."""
+        extra: dict[str, Any] = {}
+        if isinstance(output, Mapping):
+            if output.get("loss") is None:
+                raise ArgumentError('training_step returned a dict without "loss"')
+            extra = {k: _detached(v) for k, v in output.items() if k != "loss"}
+            output = output["loss"]
+        self._outputs = extra
+        if output is None:
+            if self._runtime.world_size > 1:
+                raise RuntimeError(
+                    "training_step returned None: a rank that skips a step leaves the others "
+                    "waiting in their collective"
+                )
+            return None
+        if not isinstance(output, Tensor):
+            raise ArgumentError(
+                f"training_step returned {type(output).__name__}; a tensor, a dict with "
+                '"loss" or None is expected'
+            )
+        return output / self._window if self._window != 1 else output
+
+    def _zero_grad(self) -> None:
+        metrics, hooks = self._metrics, self._hooks
+        if hooks["on_before_zero_grad"] is not None:
+            metrics.hook = "on_before_zero_grad"
+            hooks["on_before_zero_grad"](self.optimizer)
+        if hooks["optimizer_zero_grad"] is not None:
+            metrics.hook = "optimizer_zero_grad"
+            hooks["optimizer_zero_grad"](
+                self.trainer.current_epoch, self._batch_idx, self.optimizer
+            )
+        else:
+            self.optimizer.zero_grad()
+
+    def _before_step(self) -> None:
+        """Call the last hook before the update, on unscaled gradients, then clip."""
+        hooks, trainer = self._hooks, self.trainer
+        if hooks["on_before_optimizer_step"] is not None:
+            self._metrics.hook = "on_before_optimizer_step"
+            hooks["on_before_optimizer_step"](self.optimizer)
+        clip = hooks["configure_gradient_clipping"]
+        if clip is not None:
+            self._metrics.hook = "configure_gradient_clipping"
+            clip(self.optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
+        elif trainer.gradient_clip_val:
+            self.module.clip_gradients(
+                self.optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+            )
+
+    def _unused_parameters(self, text: str) -> RuntimeError:
+        """Name the parameters behind DDP's "expected to have finished reduction"."""
+        found = re.search(r"did not receive grad for rank \d+: ([\d ,]+)", text)
+        names = [name for name, p in self.module.named_parameters() if p.requires_grad]
+        unused = [names[int(i)] for i in re.findall(r"\d+", found[1])] if found else []
+        return RuntimeError(
+            f"parameters without a gradient in training_step: {', '.join(unused) or 'unknown'}; "
+            "freeze them (requires_grad_(False)), use them in the loss, or pass "
+            'Trainer(strategy="ddp_find_unused_parameters_true"), which searches at every step'
+        )
+
+    # -- validation --------------------------------------------------------------------------
+
+    def _val_check_batch(self) -> float:
+        """Return after how many batches validation is due; inf: at the end of the epoch."""
+        trainer, interval = self.trainer, self.trainer.val_check_interval
+        if isinstance(interval, int):
+            if (
+                interval > self.num_batches
+                and trainer.check_val_every_n_epoch is not None
+                and trainer.limit_val_batches > 0
+            ):
+                raise ArgumentError(
+                    f"val_check_interval={interval} is more than the {self.num_batches:.0f} "
+                    "batches of an epoch",
+                    hint="check_val_every_n_epoch=None counts batches across epochs",
+                )
+            return interval
+        if self.num_batches == _INF or data.length(self.loader) == _INF:
+            if interval != 1.0:
+                raise ArgumentError(
+                    f"val_check_interval={interval} is a fraction, but the training loader has no "
+                    "length",
+                    hint="give an int or 1.0",
+                )
+            return _INF
+        return max(1, int(self.num_batches * interval))
+
+    def _validating_epoch(self) -> bool:
+        every = self.trainer.check_val_every_n_epoch
+        return every is None or (self.trainer.current_epoch + 1) % every == 0
+
+    def _validation_due(self) -> bool:
+        trainer = self.trainer
+        if not self._validating_epoch():
+            return False
+        if trainer.should_stop and self._may_stop():
+            return True
+        if self.val_check_batch == _INF:
+            return self._is_last
+        across = trainer.check_val_every_n_epoch is None
+        done = trainer._total_batches if across else self._batch_idx + 1
+        return done % self.val_check_batch == 0
+
+    def _validate(self) -> None:
+        assert self.evaluation is not None
+        if self._stepping:  # in mid-window the gradients so far are kept
+            self._metrics.hook = ""
+            self.module.on_validation_model_zero_grad()
+        self.evaluation.run()
+        self.trainer._after_validation()
+
+    # -- schedulers --------------------------------------------------------------------------
+
+    def _schedulers(self, interval: str, *, plateau: bool) -> list[SchedulerConfig]:
+        return [
+            config
+            for config in self.trainer.lr_scheduler_configs
+            if config.interval == interval and config.reduce_on_plateau == plateau
+        ]
+
+    def _step_by_batch(self) -> None:
+        self._step_scheduler_list(self._step_schedulers, self._batch_idx + 1)
+
+    def _step_by_epoch(self, *, plateau: bool) -> None:
+        # current_epoch rises only after this
+        self._step_scheduler_list(
+            self._schedulers("epoch", plateau=plateau), self.trainer.current_epoch + 1
+        )
+
+    def _step_scheduler_list(self, configs: list[SchedulerConfig], count: int) -> None:
+        for config in configs:
+            if count % config.frequency != 0:
+                continue
+            value = None
+            if config.reduce_on_plateau:
+                assert config.monitor is not None
+                value = self.trainer.callback_metrics.get(config.monitor)
+                if value is None:
+                    text = (
+                        f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which has "
+                        f"not been logged; known: {sorted(self.trainer.callback_metrics)}"
+                    )
+                    if config.strict:
+                        raise RuntimeError(text)
+                    warnings.warn(text, stacklevel=2)
+                    continue
+            self._metrics.hook = "lr_scheduler_step"
+            self.module.lr_scheduler_step(config.scheduler, value)
+
+    def _call(self, name: str) -> None:
+        hook = self._hooks[name]
+        if hook is not None:
+            self._metrics.hook = name
+            hook()
+
+
+def fit_batches(loader: data.Loader, limit: int | float) -> float:
+    """Return the number of training batches of an epoch; inf: not known."""
+    return batches("limit_train_batches", data.length(loader), limit)
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, Mapping):
+        return {k: _detached(v) for k, v in value.items()}
+    if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
+        return type(value)(_detached(v) for v in value)
+    return value

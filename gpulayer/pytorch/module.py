@@ -1,0 +1,273 @@
+"""`Module`: the steps and hooks a user writes, with Lightning's names and signatures.
+
+All hooks here do nothing; the loop asks once per fit which of them a class overrides (`overridden`)
+and calls only those. Knows neither devices nor ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gpulayer.pytorch.arguments import ArgumentError
+
+if TYPE_CHECKING:
+    from gpulayer.pytorch.data import Loaders
+    from gpulayer.pytorch.trainer import Trainer
+
+
+class Module(nn.Module):
+    """A model that says how it is trained."""
+
+    automatic_optimization = True
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._trainer: Trainer | None = None
+
+    # -- what a user writes ------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of `(batch, batch_idx)`: a tensor, a dict with "loss", or None."""
+        raise NotImplementedError(f"{type(self).__name__} defines no training_step")
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Look at `(batch, batch_idx[, dataloader_idx])`; log what is to be known."""
+
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer, ([optimizer], [scheduler]), a dict of both, or None."""
+        raise NotImplementedError(f"{type(self).__name__} defines no configure_optimizers")
+
+    def train_dataloader(self) -> Loaders:
+        raise NotImplementedError
+
+    def val_dataloader(self) -> Loaders:
+        raise NotImplementedError
+
+    # -- logging -----------------------------------------------------------------------------
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        sync_dist: bool = False,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Record a scalar.
+
+        Args:
+            value: a number or a tensor of one element; it is not moved and not waited for.
+            prog_bar: show it in the progress line.
+            logger: write it to metrics.csv.
+            on_step, on_epoch: keep the step's value, the epoch's; the hook decides the default.
+            reduce_fx: "mean" (weighted by `batch_size`), "sum", "min" or "max" over the epoch.
+            sync_dist: reduce over all ranks; costs a collective at each step if `on_step`.
+            add_dataloader_idx: append `/dataloader_idx_<i>` when there are several loaders.
+            batch_size: default: first dimension of the first tensor in the batch.
+            rank_zero_only: only rank 0 calls this; never synchronised.
+        """
+        trainer = self._trainer
+        if trainer is None:
+            return  # steps can be tried without a trainer
+        trainer._metrics.log(
+            name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist,
+            add_dataloader_idx, batch_size, rank_zero_only,
+        )  # fmt: skip
+
+    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+        """Record several scalars with the same options as `log`."""
+        for name, value in dictionary.items():
+            self.log(name, value, **options)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0 only."""
+        if self._trainer is None or self._trainer.is_global_zero:
+            print(*args, **kwargs)
+
+    # -- where training is -------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> Trainer:
+        if self._trainer is None:
+            raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer yet")
+        return self._trainer
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps completed."""
+        return self._trainer.global_step if self._trainer else 0
+
+    @property
+    def current_epoch(self) -> int:
+        """Epochs completed."""
+        return self._trainer.current_epoch if self._trainer else 0
+
+    @property
+    def global_rank(self) -> int:
+        return self._trainer.global_rank if self._trainer else 0
+
+    @property
+    def local_rank(self) -> int:
+        return self._trainer.local_rank if self._trainer else 0
+
+    @property
+    def device(self) -> torch.device:
+        tensors: Iterator[Tensor] = itertools.chain(self.parameters(), self.buffers())
+        first = next(tensors, None)
+        return torch.device("cpu") if first is None else first.device
+
+    def optimizers(self) -> Any:
+        """Return the optimizer of this fit, or the list of them."""
+        found = self.trainer.optimizers
+        return found[0] if len(found) == 1 else found
+
+    def lr_schedulers(self) -> Any:
+        """Return the scheduler of this fit, the list of them, or None."""
+        found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return (found[0] if len(found) == 1 else found) if found else None
+
+    # -- hooks with a default ----------------------------------------------------------------
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Any,
+        optimizer_closure: Callable[[], Any],
+    ) -> None:
+        """Step; `optimizer_closure` runs training_step and backward and must be called."""
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad()
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradients of the optimizer's parameters by 2-norm or by value."""
+        if gradient_clip_val is None or gradient_clip_val <= 0:
+            return
+        if getattr(optimizer, "unscales_itself", False):
+            raise ArgumentError(
+                f"{type(optimizer.optimizer).__name__} unscales gradients inside its step: they "
+                "cannot be clipped under 16-mixed",
+                hint="build the optimizer with fused=False",
+            )
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if (gradient_clip_algorithm or "norm") == "norm":
+            torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val)
+        else:
+            torch.nn.utils.clip_grad_value_(parameters, gradient_clip_val)
+
+    def transfer_batch_to_device(
+        self, batch: Any, device: torch.device, dataloader_idx: int
+    ) -> Any:
+        from gpulayer.pytorch.data import move
+
+        return move(batch, device)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+    def on_validation_model_zero_grad(self) -> None:
+        self.zero_grad()
+
+    def on_validation_model_eval(self) -> None:
+        self.eval()
+
+    def on_validation_model_train(self) -> None:
+        """Override to replace the exact restoring of train and eval flags after validation."""
+
+    # -- hooks that do nothing ---------------------------------------------------------------
+
+    def prepare_data(self) -> None:
+        """Download and the like: runs once per machine, before `setup`."""
+
+    def setup(self, stage: str) -> None: ...
+
+    def configure_model(self) -> None: ...
+
+    def teardown(self, stage: str) -> None: ...
+
+    def on_fit_start(self) -> None: ...
+
+    def on_fit_end(self) -> None: ...
+
+    def on_train_start(self) -> None: ...
+
+    def on_train_end(self) -> None: ...
+
+    def on_train_epoch_start(self) -> None: ...
+
+    def on_train_epoch_end(self) -> None: ...
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        """Return -1 to skip the rest of the epoch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+    def on_before_zero_grad(self, optimizer: Any) -> None: ...
+
+    def on_before_backward(self, loss: Tensor) -> None: ...
+
+    def on_after_backward(self) -> None: ...
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
+
+    def on_validation_start(self) -> None: ...
+
+    def on_validation_end(self) -> None: ...
+
+    def on_validation_epoch_start(self) -> None: ...
+
+    def on_validation_epoch_end(self) -> None: ...
+
+    def on_validation_batch_start(
+        self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None: ...
+
+    def on_validation_batch_end(
+        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None: ...
+
+
+def overridden(module: nn.Module, name: str) -> bool:
+    """Return whether `module` defines `name` itself instead of inheriting it from `Module`."""
+    if name in vars(module):
+        return True
+    own = getattr(type(module), name, None)
+    return own is not None and own is not getattr(Module, name, None)

@@ -1,0 +1,223 @@
+"""What a Trainer call leaves behind, as files: weights, metrics, counters.
+
+Each call of a script has an index. When a call runs elsewhere, the ranks execute the script again:
+calls before it return their recorded result, and its own result comes home and is loaded into the
+caller's objects. A result is `weights.safetensors` and `result.json`; floats are written in hex, so
+nothing changes on the way. Knows nothing of loops, jobs or networks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from gpulayer.pytorch.arguments import ArgumentError
+
+if TYPE_CHECKING:
+    from gpulayer.pytorch.trainer import Trainer
+
+FOLDER = ".gpulayer-result"  # under a rank's output directory
+REPLAY = ".gpulayer-replay"  # in the bundle: results of earlier calls
+REPLAY_VARIABLE = "GPULAYER_REPLAY"
+WEIGHTS = "weights.safetensors"
+DOCUMENT = "result.json"
+_FORMAT = 1
+# Results of calls in this process are kept in case a later call runs elsewhere; above this they
+# would cost too much memory for what is rarely used.
+KEPT_BYTES = 256 * 2**20
+
+_indices = itertools.count()
+# Results of the calls this process has made: in memory, or where the job's files came to.
+_made: dict[int, Result | Path | None] = {}
+
+
+@dataclass(slots=True)
+class Result:
+    """Tensors by name, and everything else as plain data."""
+
+    tensors: dict[str, Tensor]
+    document: dict[str, Any] = field(default_factory=dict)
+
+
+def next_index() -> int:
+    """Return the index of a Trainer call that begins now."""
+    return next(_indices)
+
+
+def check_recordable(module: nn.Module) -> None:
+    """Raise before hours of training where the weights could not be brought home."""
+    for name, value in module.state_dict().items():
+        if isinstance(value, Tensor):
+            if value.is_sparse or value.is_quantized or value.dtype == torch.complex128:
+                raise ArgumentError(
+                    f"{name!r} ({value.dtype}, {value.layout}) cannot be brought back from a job"
+                )
+        else:
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError):
+                raise ArgumentError(
+                    f"the state {name!r} is a {type(value).__name__}; only tensors and plain data "
+                    "are brought back from a job",
+                    hint="let get_extra_state return numbers, strings, lists, dicts or tensors",
+                ) from None
+
+
+def capture(trainer: Trainer, module: nn.Module, *, copy: bool = False) -> Result:
+    """Return the state of a finished call; tied weights are taken once."""
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    plain: dict[str, Any] = {}
+    seen: dict[Any, str] = {}
+    state = dict(module.state_dict())
+    buffers = []
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        if name not in state:  # not persistent, yet a fit in this process would have changed it
+            buffers.append(name)
+            state[name] = buffer
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            plain[name] = value
+            continue
+        value = value.detach()
+        place = (value.device, value.dtype, value.data_ptr(), value.shape, value.stride())
+        if value.numel() and place in seen:
+            aliases[name] = seen[place]
+            continue
+        seen[place] = name
+        value = value.cpu().contiguous()
+        # A file holds no two tensors that share memory, and memory must not follow the model.
+        tensors[name] = value.clone() if copy or _shares(value, tensors) else value
+    document = {
+        "format": _FORMAT,
+        "aliases": aliases,
+        "buffers": buffers,
+        "plain": plain,
+        "counters": trainer._counters(),
+        "callback_metrics": _hex(trainer.callback_metrics),
+        "logged_metrics": _hex(trainer.logged_metrics),
+        "progress_bar_metrics": _hex(trainer.progress_bar_metrics),
+    }
+    return Result(tensors, document)
+
+
+def _shares(value: Tensor, others: Mapping[str, Tensor]) -> bool:
+    storage = value.untyped_storage().data_ptr()
+    return storage != 0 and any(o.untyped_storage().data_ptr() == storage for o in others.values())
+
+
+def write(result: Result, folder: Path) -> None:
+    """Write a result; the document comes last, so a folder with one is complete."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(result.tensors, folder / WEIGHTS)
+    temporary = folder / f"{DOCUMENT}.tmp"
+    temporary.write_text(json.dumps(result.document))
+    temporary.replace(folder / DOCUMENT)
+
+
+def read(folder: Path) -> Result:
+    """Read a result.
+
+    Raises:
+        ArgumentError: there is none, or it was written by another version.
+    """
+    from safetensors.torch import load_file
+
+    path = folder / DOCUMENT
+    if not path.is_file():
+        raise ArgumentError(
+            f"the ranks ended without a result in {folder}",
+            hint="the script must reach the same Trainer calls in the same order on every rank",
+        )
+    document = json.loads(path.read_text())
+    if document.get("format") != _FORMAT:
+        raise ArgumentError(f"{path} has format {document.get('format')!r}, not {_FORMAT}")
+    return Result(load_file(folder / WEIGHTS), document)
+
+
+def restore(result: Result, trainer: Trainer, module: nn.Module) -> None:
+    """Load a result into the caller's own objects, bit for bit."""
+    document = result.document
+    state: dict[str, Any] = dict(result.tensors)
+    for name, original in document["aliases"].items():
+        state[name] = result.tensors[original]
+    for name in document["buffers"]:
+        _set_buffer(module, name, state.pop(name))
+    module.load_state_dict({**state, **document["plain"]}, strict=True)
+    trainer._restore(
+        document["counters"],
+        _unhex(document["callback_metrics"]),
+        _unhex(document["logged_metrics"]),
+        _unhex(document["progress_bar_metrics"]),
+    )
+
+
+def _set_buffer(module: nn.Module, name: str, value: Tensor) -> None:
+    path, _, last = name.rpartition(".")
+    owner = module.get_submodule(path)
+    present = getattr(owner, last, None)
+    if isinstance(present, Tensor) and present.shape == value.shape:
+        present.copy_(value)
+    else:
+        setattr(owner, last, value if present is None else value.to(present.device))
+
+
+def _hex(metrics: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    return {
+        name: [str(value.dtype).removeprefix("torch."), float(value).hex()]
+        for name, value in metrics.items()
+    }
+
+
+def _unhex(written: Mapping[str, list[str]]) -> dict[str, Tensor]:
+    kinds = {"float32": torch.float32, "float64": torch.float64}
+    return {
+        name: torch.tensor(float.fromhex(text), dtype=kinds[kind])
+        for name, (kind, text) in written.items()
+    }
+
+
+# -- the calls of this script -------------------------------------------------------------------
+
+
+def remember(index: int, trainer: Trainer, module: nn.Module) -> None:
+    """Keep the result of a call that ran in this process."""
+    size = sum(value.nbytes for value in module.state_dict().values() if isinstance(value, Tensor))
+    _made[index] = capture(trainer, module, copy=True) if size <= KEPT_BYTES else None
+
+
+def remember_files(index: int, folder: Path) -> None:
+    """Note where the result of a call that ran elsewhere lies."""
+    _made[index] = folder
+
+
+def replay_files(before: int, scratch: Path) -> dict[str, Path]:
+    """Return the files that ranks need to repeat the calls before one: path in the bundle -> file.
+
+    Raises:
+        ArgumentError: a result was too large to be kept.
+    """
+    files: dict[str, Path] = {}
+    for index in range(before):
+        made = _made.get(index)
+        if made is None:
+            raise ArgumentError(
+                f"Trainer call {index} of this script ran in this process and left more than "
+                f"{KEPT_BYTES // 2**20} MiB of weights, which other ranks would need first",
+                hint="train in two scripts with a checkpoint between them",
+            )
+        folder = made if isinstance(made, Path) else scratch / str(index)
+        if isinstance(made, Result):
+            write(made, folder)
+        for name in (WEIGHTS, DOCUMENT):
+            files[f"{REPLAY}/{index}/{name}"] = folder / name
+    return files

@@ -1,0 +1,96 @@
+"""Random numbers: one seed for all ranks, then a stream of its own for each.
+
+Weights must start equal on every rank, so `seed_everything` gives all the same seed; dropout and
+augmentation must not repeat across ranks, so `diverge` gives each its own stream afterwards. This
+module does not know when training starts; the loop calls it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+# What `seed_everything` was called with: samplers use it, 0 without (as Lightning does).
+_seed: int | None = None
+_seed_workers = False
+
+_NUMPY_SEEDS = 2**32  # numpy takes seeds below this
+
+
+def seed_everything(seed: int, workers: bool = False) -> int:
+    """Seed torch, numpy and `random`; returns the seed.
+
+    Args:
+        workers: derive the seeds of DataLoader workers from this seed, the rank and the worker's
+            number instead of from the loader's own draw.
+    """
+    if not 0 <= seed < _NUMPY_SEEDS:
+        raise ValueError(f"seed must be in 0..{_NUMPY_SEEDS - 1}, got {seed}")
+    global _seed, _seed_workers
+    _seed, _seed_workers = seed, workers
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    return seed
+
+
+def sampler_seed() -> int:
+    """Return the seed that distributed samplers share."""
+    return _seed or 0
+
+
+def diverge(rank: int) -> None:
+    """Give this rank its own random stream; rank 0 keeps the one it has."""
+    if rank == 0:
+        return
+    torch.manual_seed(torch.initial_seed() + rank)
+    if _seed is not None:
+        np.random.seed((_seed + rank) % _NUMPY_SEEDS)
+        random.seed(_seed + rank)
+
+
+def worker_init(rank: int) -> WorkerSeed | None:
+    """Return what a DataLoader without a `worker_init_fn` should get, None to leave it alone."""
+    return WorkerSeed(_seed or 0, rank) if _seed_workers else None
+
+
+class WorkerSeed:
+    """A picklable `worker_init_fn` (loaders may spawn): seeds differ by rank, worker and epoch."""
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self.seed = seed
+        self.rank = rank
+
+    def __call__(self, worker: int) -> None:
+        drawn = torch.initial_seed() - worker  # the loader draws a new base for each iterator
+        states = np.random.SeedSequence([self.seed, drawn, worker, self.rank]).generate_state(4)
+        torch.manual_seed(int(states[0]) << 32 | int(states[1]))
+        np.random.seed(states[2:3])
+        random.seed(int(states[3]))
+
+
+@contextlib.contextmanager
+def isolated() -> Iterator[None]:
+    """Restore every random state on the way out."""
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(),
+        "python": random.getstate(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "mps": torch.mps.get_rng_state() if torch.backends.mps.is_available() else None,
+    }
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state["torch"])
+        np.random.set_state(state["numpy"])
+        random.setstate(state["python"])
+        if state["cuda"]:
+            torch.cuda.set_rng_state_all(state["cuda"])
+        if state["mps"] is not None:
+            torch.mps.set_rng_state(state["mps"])
