@@ -164,18 +164,15 @@ class Simulation:
         """Stop a node's process; what arrives meanwhile waits in its buffers."""
         self.nodes[index].stalled_until = self.now + seconds
 
-    def suspend(self, index: int, seconds: float) -> None:
-        """Let a machine sleep: what arrives is lost, and it learns of its sleep on waking."""
+    def suspend(self, index: int) -> None:
+        """Let a machine sleep: what arrives is lost."""
+        self.nodes[index].up = False
+
+    def wake(self, index: int) -> None:
         node = self.nodes[index]
-        node.group, group = -1 - index, node.group
-
-        def wake() -> None:
-            node.group = group
-            self.tell(index, Woke())
-
-        self.stall(index, seconds)
-        self._run(self.now + seconds, None)
-        wake()
+        node.up = True
+        node.tick_at = inf
+        self.tell(index, Woke())
 
     def partition(self, *groups: list[int]) -> None:
         for number, members in enumerate(groups):

@@ -71,6 +71,11 @@ class MemberView:
         known = self.alive.record.incarnation
         return max(known, self.verdict.incarnation) if isinstance(self.verdict, Left) else known
 
+    @property
+    def route(self) -> Via:
+        """How packets for it travel."""
+        return "tcp" if self.link is not None and self.link.via == "tcp" else "udp"
+
     def link_up(self) -> Link:
         if self.link is None:
             self.link = Link()

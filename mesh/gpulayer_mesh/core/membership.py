@@ -35,6 +35,7 @@ from gpulayer_mesh.core.member import (
     is_alive,
     is_live,
 )
+from gpulayer_mesh.core.prober import Prober
 from gpulayer_mesh.core.rumour import (
     GOSSIP_BYTES,
     Ack,
@@ -52,7 +53,6 @@ from gpulayer_mesh.core.rumour import (
     rumour_bytes,
 )
 from gpulayer_mesh.core.suspicion import (
-    Awareness,
     Suspicion,
     expected_confirmations,
     push_pull_scale,
@@ -106,11 +106,11 @@ __all__ = [
     "SwimConfig",
     "Synced",
     "Tick",
+    "Via",
     "Woke",
 ]
 
 HISTORY_MAX = 128  # entries of ~150 B; days of an ordinary mesh
-RELAYS_MAX = 128  # pings run for others at once; 3 a second are normal, a flood stops here
 GOODBYES = 10  # members told at once when leaving; gossip does the rest if the process lives on
 SYNCS_ON_WAKE = 3  # full-state requests after a sleep: the first members may be gone
 
@@ -122,29 +122,6 @@ class HistoryEntry(NamedTuple):
     old: str
     new: str
     cause: str
-
-
-class _Probe:
-    __slots__ = ("asked", "due", "ends", "forgiven", "nacks", "relays", "sent", "seq", "target")
-
-    def __init__(self, target: NodeId, seq: int, now: float, due: float, ends: float) -> None:
-        self.target = target
-        self.seq = seq
-        self.sent = now
-        self.due = due  # next step: ask others, then give up
-        self.ends = ends
-        self.asked = False
-        self.relays: list[NodeId] = []
-        self.nacks: set[NodeId] = set()
-        self.forgiven = False
-
-
-class _Relay(NamedTuple):
-    origin: NodeId
-    origin_seq: int
-    target: NodeId
-    nack_at: float
-    via: Via
 
 
 class Membership:
@@ -165,21 +142,16 @@ class Membership:
         self._views = self._table.views
         self._roster: frozenset[NodeId] = frozenset((me.node,))
         self._load = Load()
-        self._awareness = Awareness(config.awareness_max)
+        self._prober = Prober(me.node, self._table, self._riders, config=config, rng=rng, now=now)
         self._queue = RumourQueue()
         self._hush = False  # do not spread what everyone else knows
         self._accused = False  # the packet in hand accuses us
         self._suspicions: dict[NodeId, Suspicion] = {}
-        self._relays: dict[int, _Relay] = {}
         self._asked: dict[NodeId, float] = {}  # last surprised full-state request
-        self._probe: _Probe | None = None
-        # A random start, so that an old answer of another life or to another node never fits.
-        self._seq = rng.getrandbits(31)
         self._left = False
         self._clone: Incarnation | None = None
         self._quiet_until = -inf  # no accusations of ours before this
         self._suspicion_due = inf  # not later than the earliest deadline
-        self._next_probe = now + rng.random() * config.probe_interval_s
         self._next_gossip = now
         self._next_push_pull = now + rng.random() * config.push_pull_interval_s
         self._next_knock = inf
@@ -201,7 +173,7 @@ class Membership:
     @property
     def health_score(self) -> int:
         """Lifeguard's local health: 0 is healthy."""
-        return self._awareness.score
+        return self._prober.health.score
 
     def next_timeout(self) -> float | None:
         return None if self._due == inf else self._due
@@ -220,7 +192,7 @@ class Membership:
                 case Tick():
                     pass
                 case StreamProbeDone():
-                    self._on_stream_probe(event)
+                    self._prober.on_stream_probe(now, event)
                 case Synced():
                     self._on_synced(event.peer, event.rumours)
                 case Contact():
@@ -251,6 +223,7 @@ class Membership:
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         self._table.check(self._me)
+        self._prober.check()
         own = self._views[self._me]
         assert own.alive is self._own
         assert own.state is (LEFT if self._left else ALIVE)
@@ -261,9 +234,6 @@ class Membership:
             assert all(a.incarnation == held for a in suspicion.accusations.values())
             assert suspicion.deadline >= self._suspicion_due
         assert len(self._queue) <= len(self._views)
-        assert len(self._relays) <= RELAYS_MAX
-        assert 0 <= self._awareness.score <= self._config.awareness_max
-        assert self._probe is None or self._probe.target in self._views
 
     # -- timers --
 
@@ -271,10 +241,7 @@ class Membership:
         due = self._next_gossip if self._queue else inf
         if self._left:
             return due
-        probe_due = self._next_probe if self._probe is None else self._probe.due
-        due = min(due, probe_due, self._next_push_pull, self._suspicion_due)
-        if self._relays:
-            due = min(due, next(iter(self._relays.values())).nack_at)
+        due = min(due, self._prober.due, self._next_push_pull, self._suspicion_due)
         if self._table.dead:
             due = min(due, self._next_knock, self._next_redial)
         return due
@@ -284,11 +251,12 @@ class Membership:
         if not self._left:
             if self._suspicion_due <= now:
                 self._expire_suspicions()
-            if self._probe is not None and self._probe.due <= now:
-                self._step_probe(self._probe)
-            if self._probe is None and self._next_probe <= now:
-                self._start_probe()
-            self._answer_for_silent(now)
+            if self._prober.due <= now:
+                silent = self._prober.run(now, self._out)
+                if silent is not None and now >= self._quiet_until:
+                    incarnation = self._views[silent].record.incarnation
+                    accusation = Suspect(silent, incarnation, self._me)
+                    self._merge_suspect(accusation, "no answer to a probe")
             if self._next_push_pull <= now:
                 scale = push_pull_scale(self._table.live)
                 self._next_push_pull = now + self._config.push_pull_interval_s * scale
@@ -301,8 +269,7 @@ class Membership:
     def _seek_dead(self, now: float) -> None:
         if self._next_knock <= now:
             self._next_knock = now + self._config.knock_s * self._unhurried()
-            node = self._rng.choice(list(self._table.dead))
-            self._send(node, Ping(self._take_seq(), node, self._riders(node)))
+            self._prober.knock(self._rng.choice(list(self._table.dead)), self._out)
         if self._next_redial <= now:
             self._next_redial = now + self._config.redial_s * self._unhurried()
             self._out.append(PushPull(self._rng.choice(list(self._table.dead))))
@@ -313,82 +280,15 @@ class Membership:
 
     def _forgive(self, late_s: float) -> None:
         """Time in which we did not run counts against nobody: answers may wait unread."""
-        config = self._config
-        if late_s >= config.suspicion_min_s:  # as long as a sleep: others may have buried us
+        if late_s >= self._config.suspicion_min_s:  # as long as a sleep: others may have buried us
             self._note(self._me, "", "", f"did not run for {late_s:.1f} s")
             if not self._left:
                 self._wake()
             return
-        if late_s >= config.probe_interval_s:
-            self._awareness.apply(1)
-        probe = self._probe
-        if probe is not None and not probe.forgiven:  # once, or a slow loop would never conclude
-            probe.forgiven = True
-            probe.due = max(probe.due + late_s, self._now + config.probe_timeout_s)
-            probe.ends = max(probe.ends + late_s, probe.due)
+        self._prober.forgive(self._now, late_s)
         for suspicion in self._suspicions.values():
             suspicion.started += late_s
         self._suspicion_due += late_s
-
-    # -- probing --
-
-    def _start_probe(self) -> None:
-        now, config, health = self._now, self._config, self._awareness
-        self._next_probe = now + config.probe_interval_s
-        target = self._table.next_target()
-        if target is None:
-            return
-        seq = self._take_seq()
-        due = now + health.scale_s(config.probe_timeout_s)
-        ends = now + health.scale_s(config.probe_interval_s)
-        self._probe = _Probe(target, seq, now, due, ends)
-        link = self._views[target].link_up()
-        ping = Ping(seq, target, self._riders(target))
-        if link.via == "tcp":
-            self._out.append(SendPacket(target, ping, "tcp"))
-            if now < link.retry_at:
-                return
-            link.retry_at = now + config.udp_retry_s
-        link.udp_seq = seq
-        self._out.append(SendPacket(target, ping))
-
-    def _step_probe(self, probe: _Probe) -> None:
-        if not probe.asked:
-            probe.asked = True
-            probe.due = probe.ends
-            probe.relays = self._table.pick(self._config.indirect_probes, is_alive, probe.target)
-            for relay in probe.relays:
-                self._send(relay, PingReq(probe.seq, probe.target, self._riders(relay)))
-            self._out.append(StreamProbe(probe.target, probe.seq))
-            return
-        self._probe = None
-        # Relays that owe us a nack say that the fault may be ours (Lifeguard, section IV.A).
-        missing = len(probe.relays) - len(probe.nacks)
-        self._awareness.apply(missing if probe.relays else 1)
-        if self._now >= self._quiet_until:
-            incarnation = self._views[probe.target].record.incarnation
-            accusation = Suspect(probe.target, incarnation, self._me)
-            self._merge_suspect(accusation, "no answer to a probe")
-
-    def _probe_succeeded(self) -> None:
-        self._probe = None
-        self._awareness.apply(-1)
-
-    def _on_stream_probe(self, done: StreamProbeDone) -> None:
-        view = self._views.get(done.node)
-        if view is None or not done.ok:
-            return
-        link = view.link_up()
-        link.heard = self._now
-        if link.udp_seq == done.seq:  # the stream answers, UDP did not
-            link.udp_missed += 1
-            if link.udp_missed >= self._config.udp_misses and link.via != "tcp":
-                self._note(done.node, link.via, "tcp", "only streams are answered")
-                link.via = "tcp"
-                link.retry_at = self._now + self._config.udp_retry_s
-        probe = self._probe
-        if probe is not None and probe.seq == done.seq and probe.target == done.node:
-            self._probe_succeeded()
 
     # -- packets --
 
@@ -409,74 +309,19 @@ class Membership:
                     ack = Ack(message.seq, self._load, self._riders(sender))
                     self._out.append(SendPacket(sender, ack, via))
             case Ack():
-                self._on_ack(sender, message, via)
+                self._prober.on_ack(self._now, sender, message, via, self._out)
             case PingReq():
-                self._on_ping_req(sender, message, via)
+                self._prober.on_ping_req(self._now, sender, message, via, self._out)
             case Nack():
-                probe = self._probe
-                if probe is not None and probe.seq == message.seq and sender in probe.relays:
-                    probe.nacks.add(sender)
+                self._prober.on_nack(sender, message)
             case Gossip():
                 pass
             case _ as never:
                 assert_never(never)
         self._accused = False
 
-    def _on_ack(self, sender: NodeId, ack: Ack, via: Via) -> None:
-        relay = self._relays.get(ack.seq)
-        if relay is not None:
-            if relay.target == sender:
-                del self._relays[ack.seq]
-                answer = Ack(relay.origin_seq, ack.load, self._riders(relay.origin))
-                self._out.append(SendPacket(relay.origin, answer, relay.via))
-            return
-        view = self._views.get(sender)
-        if view is not None and via == "udp" and view.link_up().udp_seq == ack.seq:
-            link = view.link_up()
-            link.udp_seq = -1
-            link.udp_missed = 0
-            if link.via == "tcp":
-                self._note(sender, "tcp", "udp", "UDP is answered again")
-            link.via = "udp"
-        probe = self._probe
-        if probe is None or probe.seq != ack.seq:
-            return
-        if sender != probe.target and sender not in probe.relays:
-            return
-        link = self._views[probe.target].link_up()
-        link.load = ack.load
-        if sender == probe.target:
-            link.rtt_s = self._now - probe.sent
-        self._probe_succeeded()
-
-    def _on_ping_req(self, sender: NodeId, ask: PingReq, via: Via) -> None:
-        if ask.target not in self._views or ask.target == self._me:
-            self._out.append(SendPacket(sender, Nack(ask.seq, self._riders(sender)), via))
-            return
-        if len(self._relays) >= RELAYS_MAX:
-            return
-        seq = self._take_seq()
-        nack_at = self._now + self._config.probe_timeout_s * self._config.nack_share
-        self._relays[seq] = _Relay(sender, ask.seq, ask.target, nack_at, via)
-        self._send(ask.target, Ping(seq, ask.target, self._riders(ask.target)))
-
-    def _answer_for_silent(self, now: float) -> None:
-        while self._relays:
-            seq, relay = next(iter(self._relays.items()))
-            if relay.nack_at > now:
-                return
-            del self._relays[seq]
-            nack = Nack(relay.origin_seq, self._riders(relay.origin))
-            self._out.append(SendPacket(relay.origin, nack, relay.via))
-
     def _send(self, to: NodeId, message: Message) -> None:
-        view = self._views.get(to)
-        via: Via = "tcp" if view is not None and view.via == "tcp" else "udp"
-        self._out.append(SendPacket(to, message, via))
-
-    def _take_seq(self) -> int:
-        self._seq += 1
-        return self._seq
+        self._out.append(SendPacket(to, message, self._views[to].route))
 
     # -- gossip --
 
@@ -633,7 +478,7 @@ class Membership:
         self._accused = True
         # Older: already refuted, whoever said it gets our record. Newer: nobody holds it.
         if incarnation == self.record.incarnation:
-            self._awareness.apply(1)
+            self._prober.health.apply(1)
             self._renew()
 
     def _renew(self, **changes: Any) -> None:
@@ -649,7 +494,7 @@ class Membership:
     def _doubt(
         self, view: MemberView, first: Suspect | Dead, cause: str, *, new_here: bool = False
     ) -> None:
-        config, health, live = self._config, self._awareness, self._table.live
+        config, health, live = self._config, self._prober.health, self._table.live
         lower_s, upper_s = suspicion_bounds_s(
             live,
             config.suspicion_min_s,
@@ -747,10 +592,11 @@ class Membership:
             self._queue.drop(node)
             self._table.remove(node)
             self._tell(node, state, LEFT, "removed from the roster")
-            if self._probe is not None and self._probe.target == node:
-                self._probe = None
+            self._prober.forget(node)
         self._asked = {n: t for n, t in self._asked.items() if n in roster}
-        if added:  # rumours about them may have come before the roster; spread over a second
+        if (
+            added and self._table.order
+        ):  # rumours about them may have come before the roster; spread over a second
             self._next_push_pull = min(self._next_push_pull, self._now + self._rng.random())
 
     def _on_local(self, local: LocalChanged) -> None:
@@ -765,15 +611,13 @@ class Membership:
 
     def _wake(self) -> None:
         """Doubt ourselves first: nobody is accused for one suspicion period."""
-        self._probe = None
-        self._next_probe = self._now
-        self._relays.clear()
+        self._prober.reset(self._now)
         for suspicion in self._suspicions.values():
             suspicion.restart(self._now)
         self._suspicion_due = self._first_deadline()
         quiet_s, _ = suspicion_bounds_s(self._table.live, self._config.suspicion_min_s, 1.0)
         self._quiet_until = self._now + quiet_s
-        self._awareness.apply(1)
+        self._prober.health.apply(1)
         self._renew()
         self._asked.clear()
         peers = self._table.pick(SYNCS_ON_WAKE, is_live)
@@ -789,5 +633,4 @@ class Membership:
         self._turn(own, LEFT, "leaving")
         self._queue.put(left)
         self._next_gossip = self._now + self._config.gossip_interval_s
-        self._probe = None
         self._left = True
