@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
 from gpulayer_mesh.core import wire
 from gpulayer_mesh.core.certificates import id_of, node_id
 from gpulayer_mesh.core.roster import (

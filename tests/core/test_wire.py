@@ -10,13 +10,12 @@ from typing import Any
 import msgpack
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from gpulayer_mesh.core import wire
 from gpulayer_mesh.core.certificates import id_of
 from gpulayer_mesh.core.types import Address, AliveRecord, Incarnation
 from gpulayer_mesh.errors import LocalProtocolError, RemoteProtocolError
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
 NODE = id_of(KEY)
