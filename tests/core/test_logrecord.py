@@ -1,4 +1,4 @@
-"""Log records: the format, its parser under any cut and any garbage, the lines that explain an end."""
+"""Log records: format, parser under any cut and any garbage, the lines that explain an end."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -20,6 +21,7 @@ from gpulayer_mesh.runtime.shims import ShimRunner
 from shim_jobs import Job, eventually, is_running
 
 SLEEP = "import time; print('up'); time.sleep(600)"
+DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up'); time.sleep(600)"
 
 
 def write_log(job_dir: Path, rank: int, records: list[LogRecord]) -> None:
@@ -237,10 +239,8 @@ async def test_agent_killed_at_any_moment_starts_nothing_twice(
             assert ran.read_text() == "ran\n"
         return
     # None was there; a shim that is only now getting up finds the order to end.
-    try:
+    with contextlib.suppress(GpuLayerError):
         await job.start()
-    except GpuLayerError:
-        pass
     await job.run(ShimDone)
     assert not ran.exists()
 
@@ -273,19 +273,21 @@ async def test_adopt_where_nothing_started_forbids_a_late_start(tmp_path: Path) 
     assert not (job.dir / "out/rank0/ran").exists()
 
 
-async def test_stop_arrives_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = await Job(
-        tmp_path,
-        "import signal, time; signal.signal(15, signal.SIG_IGN); print('up'); time.sleep(600)",
-    ).start()
+@pytest.mark.parametrize("kill", [False, True])
+async def test_stop_arrives_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill: bool
+) -> None:
+    job = await Job(tmp_path, DEAF, grace_s=600 if kill else 0.2).start()
     await job.wait_for_output(b"up")
 
     def full(*args: object, **kwargs: object) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    job.runner.stop(job.dir, 600)
-    await job.until_status("stopping")
-    job.runner.kill(job.dir)
-    await job.run(ShimLost)
+    if kill:
+        job.runner.kill(job.dir)
+    else:
+        job.runner.stop(job.dir, 0.2)
+    (end,) = await job.run(ShimLost)
+    assert (end.signal, end.stopped) == (9, True)
     assert not job.survivors()

@@ -1,0 +1,333 @@
+"""Chunks by their hash on disk, the working folder made from them, and the files a job leaves.
+
+Nothing is written on a peer's word: chunk bytes must have the hash they are stored under, a
+manifest passes `core.manifest.validate` before its first byte is written, and a working folder
+appears under its name only when it is complete. There is no fsync: after a power loss a torn chunk
+is found by the file's hash and thrown away, and the jobs that ran are gone anyway. This module
+does not know jobs, peers or who may ask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+
+from gpulayer_mesh.core.jobspec import OutputFile
+from gpulayer_mesh.core.manifest import (
+    CHUNK_BYTES,
+    PATH_MAX,
+    Entry,
+    EntryKind,
+    Manifest,
+    unique_chunks,
+    validate,
+)
+from gpulayer_mesh.errors import BundleError, GpuLayerError, NotFoundError, RemoteProtocolError
+
+log = logging.getLogger("gpulayer.store")
+
+QUOTA_BYTES = 10 * 1024**3  # five of the largest bundles; more saves uploads, costs disk
+OUTPUTS_MAX = 100_000  # files listed per node; a list of them is 20 MB on the wire
+# A job may not fill the disk: a tenth of it stays free, but not more than this on large ones.
+RESERVE_BYTES = 5 * 1024**3
+
+_READ_BYTES = 1024 * 1024
+_DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class ChunkStore:
+    """Chunks under `root/<2 hex>/<hex>`; one process at a time uses a root.
+
+    `put` and `wait_for` belong to one event loop; the others block and may run in threads.
+    """
+
+    def __init__(self, root: Path, *, quota_bytes: int = QUOTA_BYTES) -> None:
+        self._root = root
+        self._new = root / "new"  # half-written chunks; those of an earlier process are rubbish
+        self._quota_bytes = quota_bytes
+        self._waiting: dict[bytes, list[asyncio.Future[None]]] = {}
+        shutil.rmtree(self._new, ignore_errors=True)
+        self._new.mkdir(parents=True, mode=0o700)
+
+    def has(self, sha256: bytes) -> bool:
+        return self._path(sha256).exists()
+
+    def missing(self, hashes: Iterable[bytes]) -> list[bytes]:
+        """Return those that are not here, in their order."""
+        return [sha256 for sha256 in hashes if not self.has(sha256)]
+
+    def read(self, sha256: bytes) -> bytes:
+        """Return a chunk's bytes.
+
+        Raises:
+            NotFoundError: it is not here.
+        """
+        try:
+            return self._path(sha256).read_bytes()
+        except FileNotFoundError:
+            raise NotFoundError(f"chunk {sha256.hex()[:8]} is not here") from None
+
+    async def put(self, sha256: bytes, data: bytes) -> None:
+        """Store a chunk and wake who waits for it.
+
+        Raises:
+            RemoteProtocolError: too long, or the bytes have another hash.
+            GpuLayerError: the disk refuses.
+        """
+        if len(data) > CHUNK_BYTES:
+            raise RemoteProtocolError(f"chunk of {len(data)} bytes exceeds {CHUNK_BYTES}")
+        await asyncio.to_thread(self._write, sha256, data)
+        for waiter in self._waiting.pop(sha256, ()):
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait_for(self, sha256: bytes, deadline_s: float) -> bool:
+        """Wait until a chunk is here; False when the deadline came first."""
+        if self.has(sha256):
+            return True
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(sha256, []).append(waiter)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await waiter
+        except TimeoutError:
+            return self.has(sha256)
+        finally:
+            waiters = self._waiting.get(sha256, [])
+            if waiter in waiters:
+                waiters.remove(waiter)
+                if not waiters:
+                    del self._waiting[sha256]
+        return True
+
+    def prune(self, *, keep: Collection[bytes]) -> int:
+        """Delete the longest unused chunks above the quota; return the bytes freed."""
+        found = []
+        for folder in self._root.iterdir():
+            if len(folder.name) != 2:
+                continue
+            for path in folder.iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    about = path.stat()
+                    found.append((about.st_mtime_ns, about.st_size, path))
+        surplus = sum(size for _, size, _ in found) - self._quota_bytes
+        freed = 0
+        for _, size, path in sorted(found):
+            if freed >= surplus:
+                break
+            if bytes.fromhex(path.name) not in keep:
+                path.unlink(missing_ok=True)
+                freed += size
+        return freed
+
+    def materialise(self, manifest: Manifest, work_dir: Path) -> None:
+        """Write the whole tree, or nothing.
+
+        Raises:
+            RemoteProtocolError: the manifest breaks a rule.
+            BundleError: chunks are missing or damaged, or the disk has no room.
+        """
+        validate(manifest)
+        if missing := self.missing(unique_chunks(manifest)):
+            raise BundleError(f"{len(missing)} chunks are missing, first {missing[0].hex()[:8]}")
+        check_space(work_dir.parent, manifest.size)
+        fresh = Path(tempfile.mkdtemp(prefix=".work-", dir=work_dir.parent))  # 0700
+        try:
+            root = os.open(fresh, _DIR)
+            try:
+                for entry in manifest.entries:
+                    self._write_entry(root, entry)
+            finally:
+                os.close(root)
+            fresh.rename(work_dir)
+        except OSError as exc:
+            raise BundleError(f"cannot write the working folder: {exc}") from exc
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+
+    def _write_entry(self, root: int, entry: Entry) -> None:
+        *parents, name = entry.path.split("/")
+        if entry.kind is EntryKind.DIR:
+            os.close(_make_dirs(root, [*parents, name]))
+            return
+        folder = _make_dirs(root, parents)
+        try:
+            fd = os.open(name, _NEW, 0o600, dir_fd=folder)
+        finally:
+            os.close(folder)
+        with open(fd, "wb") as file:
+            digest = hashlib.sha256()
+            for chunk in entry.chunks:
+                data = self.read(chunk)
+                os.utime(self._path(chunk))
+                digest.update(data)
+                file.write(data)
+            if digest.digest() != entry.sha256 or file.tell() != entry.size:
+                self._drop_damaged(entry)
+                raise BundleError(f"file {entry.path!r} does not have the hash the job names")
+            os.fchmod(fd, 0o755 if entry.executable else 0o644)
+
+    def _drop_damaged(self, entry: Entry) -> None:
+        for chunk in entry.chunks:
+            if hashlib.sha256(self.read(chunk)).digest() != chunk:
+                log.warning("chunk %s is damaged on disk and was removed", chunk.hex()[:8])
+                self._path(chunk).unlink(missing_ok=True)
+
+    def _write(self, sha256: bytes, data: bytes) -> None:
+        if hashlib.sha256(data).digest() != sha256:
+            raise RemoteProtocolError(f"chunk {sha256.hex()[:8]} has another hash")
+        path = self._path(sha256)
+        try:
+            fd, name = tempfile.mkstemp(dir=self._new)
+            try:
+                with open(fd, "wb") as file:
+                    file.write(data)
+                path.parent.mkdir(exist_ok=True, mode=0o700)
+                os.replace(name, path)
+            except BaseException:
+                os.unlink(name)
+                raise
+        except OSError as exc:
+            raise GpuLayerError(f"cannot store a chunk: {exc}") from exc
+
+    def _path(self, sha256: bytes) -> Path:
+        name = sha256.hex()
+        return self._root / name[:2] / name
+
+    # Static, so that whoever was given a store needs no import of this module.
+
+    @staticmethod
+    def scan_outputs(job_dir: Path, manifest: Manifest, first_rank: int) -> list[OutputFile]:
+        """List what a job has made here: `out/rank<k>/`, and new or changed files of `work/`.
+
+        Hashes every file listed. Links, devices, sockets, compiled Python and names that are no
+        text stay out; so does what exceeds 100,000 files, with a warning.
+        """
+        shipped = {entry.path: entry for entry in manifest.entries}
+        found: list[OutputFile] = []
+        for area, rank, path in _candidates(job_dir, first_rank):
+            if len(found) >= OUTPUTS_MAX:
+                log.warning("%s has more than %d output files", job_dir.name, OUTPUTS_MAX)
+                break
+            try:
+                with open(ChunkStore.open_output(job_dir, area, rank, path), "rb") as file:
+                    digest, size = hashlib.sha256(), 0
+                    while data := file.read(_READ_BYTES):
+                        digest.update(data)
+                        size += len(data)
+            except (OSError, NotFoundError):
+                continue  # gone or unreadable by now; the job may still run
+            known = shipped.get(path) if area == "work" else None
+            if known is None or known.sha256 != digest.digest():
+                found.append(OutputFile(area, rank, path, size, digest.digest()))
+        return found
+
+    @staticmethod
+    def open_output(job_dir: Path, area: str, rank: int, path: str) -> int:
+        """Open one output file for reading; return its descriptor.
+
+        Follows no link, so it cannot leave the job's folder.
+
+        Raises:
+            NotFoundError: no such regular file.
+        """
+        *parents, name = path.split("/")
+        if area not in ("out", "work") or {"", ".", ".."} & {*parents, name} or "\0" in path:
+            raise NotFoundError(f"no output file {path[:200]!r}")
+        try:
+            folder = os.open(_area_dir(job_dir, area, rank), _DIR)
+            try:
+                for part in parents:
+                    inner = os.open(part, _DIR, dir_fd=folder)
+                    os.close(folder)
+                    folder = inner
+                # O_NONBLOCK: a named pipe must not hold us up.
+                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                fd = os.open(name, flags, dir_fd=folder)
+            finally:
+                os.close(folder)
+        except (OSError, UnicodeEncodeError) as exc:
+            raise NotFoundError(f"no output file {path[:200]!r}") from exc
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise NotFoundError(f"{path[:200]!r} is no regular file")
+        return fd
+
+
+def check_space(folder: Path, need_bytes: int) -> None:
+    """Refuse what would fill the disk.
+
+    Raises:
+        BundleError: names free and needed space.
+    """
+    usage = shutil.disk_usage(folder)
+    reserve = min(usage.total // 10, RESERVE_BYTES)
+    if usage.free < need_bytes + reserve:
+        raise BundleError(
+            f"not enough disk space: {need_bytes // 2**20} MiB needed, {usage.free // 2**20} MiB "
+            f"free, of which {reserve // 2**20} MiB stay reserved"
+        )
+
+
+def _make_dirs(root: int, parts: list[str]) -> int:
+    """Make and open a folder below `root`, one part at a time; return its descriptor."""
+    folder = os.dup(root)
+    for part in parts:
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(part, 0o755, dir_fd=folder)
+            inner = os.open(part, _DIR, dir_fd=folder)
+        finally:
+            os.close(folder)
+        folder = inner
+    return folder
+
+
+def _area_dir(job_dir: Path, area: str, rank: int) -> Path:
+    return job_dir / "out" / f"rank{rank}" if area == "out" else job_dir / "work"
+
+
+def _candidates(job_dir: Path, first_rank: int) -> Iterator[tuple[str, int, str]]:
+    with contextlib.suppress(FileNotFoundError):
+        names = [name[4:] for name in os.listdir(job_dir / "out") if name.startswith("rank")]
+        for rank in sorted(int(name) for name in names if name.isdecimal()):
+            for path in _regular_files(_area_dir(job_dir, "out", rank)):
+                yield "out", rank, path
+    for path in _regular_files(job_dir / "work"):
+        if "__pycache__" not in path.split("/") and not path.endswith(".pyc"):
+            yield "work", first_rank, path
+
+
+def _regular_files(root: Path) -> Iterator[str]:
+    """Yield the relative paths of all regular files that can be named on the wire, sorted."""
+    pending = [""]
+    while pending:
+        folder = pending.pop()
+        try:
+            with os.scandir(os.path.join(root, folder)) as listing:
+                entries = sorted(listing, key=lambda entry: entry.name)
+        except OSError:
+            continue
+        folders = []
+        for entry in entries:
+            path = f"{folder}/{entry.name}" if folder else entry.name
+            try:
+                fits = len(path.encode()) <= PATH_MAX
+            except UnicodeEncodeError:
+                fits = False
+            if not fits:
+                log.warning("output %r cannot be named and stays here", path[-200:])
+            elif entry.is_dir(follow_symlinks=False):
+                folders.append(path)
+            elif entry.is_file(follow_symlinks=False):
+                yield path
+        pending += reversed(folders)
