@@ -67,7 +67,7 @@ def main():
 
     train, val = load_data()
     model = DigitReader()
-    trainer = Trainer(num_nodes=args.nodes, max_epochs=args.epochs)
+    trainer = Trainer(num_nodes=args.nodes, max_epochs=args.epochs, log_every_n_steps=5)
     trainer.fit(
         model,
         DataLoader(train, batch_size=32, shuffle=True),
@@ -79,7 +79,7 @@ def main():
     model.eval()
     with torch.no_grad():
         accuracy = (model(images).argmax(dim=1) == labels).float().mean().item()
-    print(f"trained for {trainer.global_step} steps on {args.nodes} machines")
+    print(f"trained for {trainer.global_step} steps on {args.nodes} machine(s)")
     print(f"validation accuracy: {accuracy:.1%}")
 
 
