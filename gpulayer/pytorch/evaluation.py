@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gpulayer.pytorch import data
+from gpulayer.pytorch import data, seeding
 from gpulayer.pytorch.arguments import ArgumentError, batches
 from gpulayer.pytorch.metrics import reduce_named
 from gpulayer.pytorch.module import Module, overridden
@@ -39,37 +39,58 @@ _HOOKS = (
 class Evaluation:
     """Runs `validation_step` over loaders."""
 
-    def __init__(self, trainer: Trainer, module: Module, loaders: list[data.Loader]) -> None:
+    def __init__(
+        self, trainer: Trainer, module: Module, source: Callable[[], data.Loaders]
+    ) -> None:
         self._trainer = trainer
         self._module = module
-        self._loaders = loaders
+        self._source = source
+        self._loaders: list[data.Loader] | None = None
+        self._num_batches: list[float] = []
         self._metrics = trainer._metrics
-        self._several = len(loaders) > 1
         self._step = module.validation_step
         self._takes_index = takes(self._step, 2)
         self._hooks = {
             name: getattr(module, name) if overridden(module, name) else None for name in _HOOKS
         }
-        if self._several and not takes(self._step, 3):
-            raise ArgumentError(
-                f"{len(loaders)} validation loaders, but validation_step takes no dataloader_idx"
-            )
         self._transfer = transfer_of(module, trainer.runtime.device)
-        limit = trainer.limit_val_batches
-        self.num_batches = [
-            batches("limit_val_batches", data.padded_length(one), limit) for one in loaders
-        ]
         # Batches seen per loader over all validations: the x axis of values logged on_step.
         self._seen: defaultdict[int, int] = defaultdict(int)
         self._step_rows: list[tuple[int, dict[str, tuple[str, bool, Tensor | float]]]] = []
 
+    def load(self) -> list[data.Loader]:
+        """Return the loaders, built when they are first needed and kept."""
+        if self._loaders is None:
+            runtime = self._trainer.runtime
+            self._loaders = data.for_evaluation(
+                self._source(),
+                runtime.rank,
+                runtime.world_size,
+                seed=seeding.sampler_seed(),
+                inject=self._trainer.use_distributed_sampler,
+                init=seeding.worker_init(runtime.rank),
+            )
+            self._several = len(self._loaders) > 1
+            if self._several and not takes(self._step, 3):
+                raise ArgumentError(
+                    f"{len(self._loaders)} validation loaders, but validation_step takes no "
+                    "dataloader_idx"
+                )
+            limit = self._trainer.limit_val_batches
+            self._num_batches = [
+                batches("limit_val_batches", data.padded_length(one), limit)
+                for one in self._loaders
+            ]
+        return self._loaders
+
     def run(self, limit: float = float("inf")) -> None:
         """Evaluate every loader, at most `limit` batches of each."""
-        if sum(self.num_batches) == 0:
+        loaders = self.load()
+        if sum(self._num_batches) == 0:
             return
         trainer, metrics = self._trainer, self._metrics
         sanity = trainer.sanity_checking
-        for loader in self._loaders:
+        for loader in loaders:
             data.set_epoch(loader, trainer._epochs_processed)
         within_batch = metrics.on_step
         metrics.evaluate(True)
@@ -78,19 +99,16 @@ class Evaluation:
         with torch.no_grad():
             self._call("on_validation_start")
             self._call("on_validation_epoch_start")
-            for index, loader in enumerate(self._loaders):
+            for index, loader in enumerate(loaders):
                 for batch_idx, batch in enumerate(
-                    _bounded(loader, min(self.num_batches[index], limit))
+                    _bounded(loader, min(self._num_batches[index], limit))
                 ):
                     self._batch(batch, batch_idx, index)
                     if not sanity:
                         self._keep_step_values(index)
             metrics.epoch_end()
             metrics.reduce()
-            for loader_index in metrics.loaders():
-                metrics.dataloader_idx = loader_index
-                metrics.commit()
-            row = self._epoch_row()
+            row = {} if sanity else self._loader_values()
             metrics.dataloader_idx = None
             self._call("on_validation_epoch_end")
             metrics.reduce()
@@ -133,10 +151,12 @@ class Evaluation:
 
     # -- rows of metrics.csv -----------------------------------------------------------------
 
-    def _epoch_row(self) -> dict[str, Tensor | float]:
+    def _loader_values(self) -> dict[str, Tensor | float]:
+        """Publish each loader's epoch values; returns them for the row of this validation."""
         row: dict[str, Tensor | float] = {}
         for loader_index in self._metrics.loaders():
             self._metrics.dataloader_idx = loader_index
+            self._metrics.commit()
             row.update(self._metrics.row())
         return row
 

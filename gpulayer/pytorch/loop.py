@@ -108,8 +108,10 @@ class FitLoop:
 
     def run(self) -> None:
         """Train until an end is reached."""
-        if self._done() or self.trainer.limit_train_batches == 0:
+        if self._done():
             return
+        if self.evaluation is not None and self._validating_epoch():
+            self.evaluation.load()  # a fault in it should show before an epoch has passed
         self._call("on_train_start")
         while not self._done():
             self._epoch()

@@ -164,6 +164,8 @@ class Metrics:
 
     def evaluate(self, on: bool) -> None:
         """Switch between the entries of training and those of evaluation."""
+        if on:
+            self.commit()
         self._entries = self._eval if on else self._train
 
     def batch_start(self, batch: Any, dataloader_idx: int | None = None) -> None:

@@ -241,11 +241,13 @@ class Trainer:
             model.zero_grad()
             if evaluation is not None:
                 self._sanity_check(evaluation)
-            loader = self._load_training_data()
-            runtime.agree("the number of training batches", _plain(self._num_training_batches))
-            self._warn_at_start(model)
-            loop = FitLoop(self, model, loader, self._num_training_batches, evaluation, wrapped)
-            loop.run()
+            if self.limit_train_batches != 0:
+                loader = self._load_training_data()
+                runtime.agree("the number of training batches", _plain(self._num_training_batches))
+                self._warn_at_start(model)
+                FitLoop(
+                    self, model, loader, self._num_training_batches, evaluation, wrapped
+                ).run()
         finally:
             if self._file is not None:
                 self._file.flush()
@@ -271,23 +273,15 @@ class Trainer:
             model.configure_optimizers(), custom_stepping=overridden(model, "lr_scheduler_step")
         )
         self.optimizers = [optimizer]
-        if val is None and overridden(model, "val_dataloader"):
-            val = model.val_dataloader()
+        given = val is not None or overridden(model, "val_dataloader")
         stepped = overridden(model, "validation_step")
-        if stepped != (val is not None):
+        if stepped != given:
             absent = "no validation loader" if stepped else "no validation_step"
             warnings.warn(f"there is {absent}: validation is skipped", stacklevel=4)
-        if val is None or not stepped or self.limit_val_batches == 0:
+        if not given or not stepped or self.limit_val_batches == 0:
             return None, wrapped
-        loaders = data.for_evaluation(
-            val,
-            runtime.rank,
-            runtime.world_size,
-            seed=seeding.sampler_seed(),
-            inject=self.use_distributed_sampler,
-            init=seeding.worker_init(runtime.rank),
-        )
-        return Evaluation(self, model, loaders), wrapped
+        source = model.val_dataloader if val is None else lambda: val
+        return Evaluation(self, model, source), wrapped
 
     def _load_training_data(self) -> data.Loader:
         if self._train_loader is None:
