@@ -43,7 +43,7 @@ HANDSHAKE_S = 5.0
 HEADER_S = 5.0  # from the first byte of a request to its last header
 BODY_BYTES_PER_S = 64 * 1024  # slowest upload we wait for, beside HEADER_S
 IDLE_S = 75.0  # longer than a dialler keeps an idle connection (30 s), so it closes first
-STRANGER_S = 3.0  # time for an unknown member to show a newer roster
+STRANGER_S = 2.0  # time for an unknown member to show a newer roster
 HEADER_MAX = 8 * 1024  # bytes of one header line; ours are below 200
 HEADERS_MAX = 32  # fields
 CONTROL_MAX = 1024 * 1024  # bytes of a body, unless its route says more
@@ -397,7 +397,23 @@ class _Connection(RequestHandler):
             self.streaming.cancel()
         super().connection_lost(exc)
 
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what aiohttp could not parse, without its traceback in our log and its details
+        in the answer."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer broke off")
+        response = _refusal(status, "RemoteProtocolError", "not a valid HTTP request")
+        response.force_close()
+        return response
+
     def cut(self) -> None:
+        """Close now; whatever was under way ends."""
         if self.transport is not None:
             self.transport.abort()
 
