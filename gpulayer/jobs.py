@@ -158,9 +158,9 @@ def placed(
     """Decide where each file lies at home, no two in one place; also return what is refused.
 
     Rank 0's `$GPULAYER_OUT` and the working folder of its node come to the plain path, those of
-    other ranks and nodes under `rank<k>/`. Where two want one place, the working folder's file
-    moves under `work/`. Peers name the files: those with unsafe paths, or of ranks that do not run
-    on the node that offers them, are refused.
+    other ranks and nodes under `rank<k>/`. Where two want one place, the second, usually a file of
+    the working folder, moves under `work/`. Peers name the files: those with unsafe paths, or of
+    ranks that do not run on the node that offers them, are refused.
     """
     hosts = [slot.node for slot in spec.slots for _ in range(slot.processes)]
     taken: set[PurePosixPath] = set()  # files
@@ -177,11 +177,11 @@ def placed(
         except RemoteProtocolError as e:
             refused.append(e.message)
             continue
-        base = PurePosixPath("" if file.rank == 0 else f"rank{file.rank}")
-        path = base / file.path
+        usual = path = PurePosixPath("" if file.rank == 0 else f"rank{file.rank}", file.path)
+        attempt = 1
         while path in taken or path in folders or not taken.isdisjoint(path.parents):
-            base /= file.area
-            path = base / file.path
+            path = PurePosixPath(file.area if attempt == 1 else f"{file.area}-{attempt}") / usual
+            attempt += 1
         taken.add(path)
         folders.update(path.parents)
         result.append((node, file, path))

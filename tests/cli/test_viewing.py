@@ -1,0 +1,313 @@
+"""Following a job and bringing its files home, against a client that plays a script."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+from gpulayer_mesh.client import MeshClient
+from gpulayer_mesh.core.jobspec import JobKind, JobRecord, JobSpec, JobState, OutputFile, Slot
+from gpulayer_mesh.core.logrecord import LogRecord, LogStream
+from gpulayer_mesh.core.types import Accelerator
+from gpulayer_mesh.errors import DiscoveryError, NotAllowedError, TransportError
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpulayer import jobs
+from gpulayer.ui import Ui
+
+A, B = "a" * 64, "b" * 64
+SPEC = JobSpec(
+    id="k7f2k7f2k7",
+    kind=JobKind.DISTRIBUTED,
+    name="train.py",
+    submitter="9" * 64,
+    submitter_name="laptop",
+    submitted_at=0.0,
+    argv=("train.py",),
+    python=True,
+    cwd="",
+    env={},
+    accelerator=Accelerator.CPU,
+    slots=(Slot(A, "box-1", 1), Slot(B, "box-2", 2)),
+    manifest=b"\0" * 32,
+    bundle_bytes=0,
+)
+RUNNING = JobRecord(SPEC, JobState.RUNNING, A)
+DONE = replace(RUNNING, state=JobState.SUCCEEDED, ended_age_s=0.1)
+
+
+def line(rank: int, text: str) -> LogRecord:
+    return LogRecord(rank, 1, 0.0, LogStream.OUT, text.encode())
+
+
+def out(path: str, rank: int = 0, area: str = "out", content: bytes = b"x") -> OutputFile:
+    return OutputFile(area, rank, path, len(content), content.ljust(32)[:32])
+
+
+class ScriptedClient:
+    """Answers from lists; the last answer of `records` repeats."""
+
+    def __init__(
+        self,
+        *,
+        records: list[JobRecord | Exception] | None = None,
+        lines: list[LogRecord | Exception] | None = None,
+        files: list[tuple[str, OutputFile]] | None = None,
+    ) -> None:
+        self.records = records or [DONE]
+        self.lines = lines or []
+        self.files = files or []
+        self.never_ends = False
+        self.asked: list[frozenset[int] | None] = []
+        self.fetching = 0
+        self.most_fetching = 0
+
+    async def record(self, job: JobRecord) -> JobRecord:
+        answer = self.records.pop(0) if len(self.records) > 1 else self.records[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def logs(
+        self, record: JobRecord, *, ranks: frozenset[int] | None, follow: bool
+    ) -> AsyncIterator[LogRecord]:
+        self.asked.append(ranks)
+        for one in self.lines:
+            if isinstance(one, Exception):
+                raise one
+            yield one
+        if self.never_ends:
+            await asyncio.Event().wait()
+
+    async def outputs(self, record: JobRecord) -> list[tuple[str, OutputFile]]:
+        return self.files
+
+    async def fetch(self, record: JobRecord, node: str, file: OutputFile, dest: Path) -> None:
+        self.fetching += 1
+        self.most_fetching = max(self.fetching, self.most_fetching)
+        await asyncio.sleep(0)
+        self.fetching -= 1
+        if "broken" in file.path:
+            raise TransportError("it arrived damaged")
+        await asyncio.to_thread(self._write, dest, file.sha256)
+
+    @staticmethod
+    def _write(dest: Path, data: bytes) -> None:
+        dest.parent.mkdir(parents=True, exist_ok=True)
+        dest.write_bytes(data)
+
+
+class Screen:
+    def __init__(self) -> None:
+        self.out, self.err = io.StringIO(), io.StringIO()
+        self.ui = Ui(out=self.out, err=self.err, environ={})
+
+
+@pytest.fixture
+def screen() -> Screen:
+    return Screen()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "POLL_S", 0.01)
+    monkeypatch.setattr(jobs, "POLL_FAST_S", 0.001)
+
+
+def scripted(client: ScriptedClient) -> MeshClient:
+    return cast(MeshClient, client)
+
+
+# --- follow --------------------------------------------------------------------------------------
+
+
+async def test_lines_are_printed_with_their_rank_until_the_job_has_ended(screen: Screen) -> None:
+    client = ScriptedClient(
+        records=[RUNNING, RUNNING, RUNNING, DONE],
+        lines=[line(0, "a\n"), line(2, "b\n"), line(1, "c\n"), line(7, "of no such rank\n")],
+    )
+    assert await jobs.follow(scripted(client), RUNNING, screen.ui) == DONE
+    assert screen.out.getvalue() == "[0|box-1] a\n[2|box-2] b\n[1|box-2] c\n"
+    assert screen.err.getvalue() == ""
+
+
+async def test_chosen_rank_alone_is_printed_without_prefix(screen: Screen) -> None:
+    client = ScriptedClient(lines=[line(2, "b\n")])
+    await jobs.follow(scripted(client), RUNNING, screen.ui, ranks=frozenset({2}))
+    assert client.asked == [frozenset({2})]
+    assert screen.out.getvalue() == "b\n"
+
+
+async def test_end_is_reported_when_the_lines_never_finish(
+    screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "DRAIN_S", 0.05)
+    client = ScriptedClient(records=[RUNNING, DONE], lines=[line(0, "a\n")])
+    client.never_ends = True
+    assert await jobs.follow(scripted(client), RUNNING, screen.ui) == DONE
+    assert "some lines did not arrive; see gpulayer logs k7f2k7f2k7" in screen.err.getvalue()
+
+
+async def test_broken_lines_do_not_hide_the_end(screen: Screen) -> None:
+    client = ScriptedClient(records=[RUNNING, DONE], lines=[NotAllowedError("removed")])
+    assert await jobs.follow(scripted(client), RUNNING, screen.ui) == DONE
+    assert "some lines did not arrive" in screen.err.getvalue()
+
+
+async def test_silent_nodes_are_asked_again(screen: Screen) -> None:
+    silent = TransportError("no node answered")
+    client = ScriptedClient(records=[RUNNING, *[silent] * 5, RUNNING, DONE])
+    assert await jobs.follow(scripted(client), RUNNING, screen.ui) == DONE
+    assert screen.err.getvalue().count("answers; trying again") == 1
+
+
+async def test_nodes_silent_for_ever_end_the_wait(
+    screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "LOST_S", 0.05)
+    client = ScriptedClient(records=[TransportError("no node answered")])
+    with pytest.raises(DiscoveryError, match=r"no node of job k7f2k7f2k7 has answered"):
+        await jobs.follow(scripted(client), RUNNING, screen.ui)
+
+
+async def test_cancelled_viewer_leaves_no_task_behind(screen: Screen) -> None:
+    client = ScriptedClient(records=[RUNNING])
+    client.never_ends = True
+    watching = asyncio.create_task(jobs.follow(scripted(client), RUNNING, screen.ui))
+    await asyncio.sleep(0.02)
+    watching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await watching
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+# --- collect -------------------------------------------------------------------------------------
+
+
+def places(files: list[tuple[str, OutputFile]]) -> dict[str, tuple[str, int]]:
+    found, _ = jobs.placed(SPEC, files)
+    return {str(path): (file.area, file.rank) for _, file, path in found}
+
+
+def test_rank_0_lies_plainly_and_others_under_their_rank() -> None:
+    assert places(
+        [
+            (B, out("m.pt", 1)),
+            (B, out("m.pt", 2)),
+            (A, out("m.pt")),
+            (A, out("data/cache.bin", 0, "work")),
+            (B, out("data/cache.bin", 1, "work")),
+        ]
+    ) == {
+        "m.pt": ("out", 0),
+        "rank1/m.pt": ("out", 1),
+        "rank2/m.pt": ("out", 2),
+        "data/cache.bin": ("work", 0),
+        "rank1/data/cache.bin": ("work", 1),
+    }
+
+
+def test_working_folder_gives_way_to_output() -> None:
+    assert places(
+        [
+            (A, out("log.txt", 0, "work")),
+            (A, out("log.txt")),
+            (A, out("runs")),
+            (A, out("runs/1", 0, "work")),  # a file cannot be a folder as well
+            (A, out("rank1/x")),
+            (B, out("x", 1)),
+        ]
+    ) == {
+        "log.txt": ("out", 0),
+        "work/log.txt": ("work", 0),
+        "runs": ("out", 0),
+        "work/runs/1": ("work", 0),
+        "rank1/x": ("out", 0),
+        "out/rank1/x": ("out", 1),
+    }
+
+
+@pytest.mark.parametrize(
+    "path", ["../x", "/etc/x", "a/../x", "", "a//b", "a\\b", "x\n", ".", "c:x"]
+)
+def test_unsafe_path_of_a_peer_is_refused(path: str) -> None:
+    found, refused = jobs.placed(SPEC, [(A, out(path))])
+    assert found == []
+    assert len(refused) == 1
+
+
+def test_node_offers_files_of_its_own_ranks_only() -> None:
+    found, refused = jobs.placed(SPEC, [(B, out("m.pt", 0)), (A, out("x", 3)), (A, out("x", -1))])
+    assert found == []
+    assert "rank 0 does not run on the node that offers 'm.pt'" in refused
+
+
+parts = st.sampled_from(["a", "b", "rank1", "work", "out"])
+
+
+@given(
+    st.lists(
+        st.builds(
+            out,
+            st.lists(parts, min_size=1, max_size=3).map("/".join),
+            st.integers(0, 2),
+            st.sampled_from(["out", "work"]),
+        ),
+        max_size=12,
+    )
+)
+def test_no_two_files_share_a_place(files: list[OutputFile]) -> None:
+    found, _ = jobs.placed(SPEC, [(A if f.rank == 0 else B, f) for f in files])
+    paths = [path for _, _, path in found]
+    assert len(paths) == len(files)
+    assert len(set(paths)) == len(paths)
+    assert not {parent for path in paths for parent in path.parents} & set(paths)
+
+
+async def test_files_come_home_and_one_line_says_so(screen: Screen, tmp_path: Path) -> None:
+    client = ScriptedClient(
+        files=[(A, out(f"{i}.txt", content=b"12345678")) for i in range(20)]
+        + [(A, out(".gpulayer-result/weights", content=b"hidden")), (B, out("../evil", 1))]
+    )
+    dest = tmp_path / "gpulayer_jobs" / SPEC.id
+    home = await jobs.collect(scripted(client), DONE, dest, screen.ui)
+    assert len(home) == 21
+    assert (dest / "0.txt").read_bytes().startswith(b"12345678")
+    assert (dest / ".gpulayer-result" / "weights").exists()
+    assert client.most_fetching <= jobs.FETCHES
+    assert screen.err.getvalue().splitlines() == [
+        "gpulayer: a file did not come home: path '../evil' is not relative and plain "
+        "(no empty, '.' or '..' parts)",
+        f"gpulayer: 20 files, 160 B -> {dest}",
+    ]
+
+
+async def test_file_that_cannot_come_is_named_and_the_others_come(
+    screen: Screen, tmp_path: Path
+) -> None:
+    client = ScriptedClient(files=[(A, out("broken.bin")), (A, out("good.bin"))])
+    assert await jobs.collect(scripted(client), DONE, tmp_path, screen.ui) == [
+        tmp_path / "good.bin"
+    ]
+    assert "broken.bin did not come home: it arrived damaged" in screen.err.getvalue()
+
+
+async def test_one_folder_can_be_asked_for(screen: Screen, tmp_path: Path) -> None:
+    client = ScriptedClient(files=[(A, out("a/1")), (A, out("ab/2")), (B, out("a/1", 1))])
+    assert await jobs.collect(scripted(client), DONE, tmp_path, screen.ui, only="a") == [
+        tmp_path / "a" / "1"
+    ]
+    assert await jobs.collect(scripted(client), DONE, tmp_path, screen.ui, only="rank1/a/1") == [
+        tmp_path / "rank1" / "a" / "1"
+    ]
+
+
+async def test_nothing_to_bring_home_says_nothing(screen: Screen, tmp_path: Path) -> None:
+    assert await jobs.collect(scripted(ScriptedClient()), DONE, tmp_path, screen.ui) == []
+    assert screen.err.getvalue() == ""
