@@ -1,8 +1,11 @@
 """GPUs through a stand-in for NVML, and on real hardware where there is some."""
 
+import subprocess
+import sys
+
 import pytest
 from gpulayer_mesh.core.types import Accelerator
-from gpulayer_mesh.runtime.gpus import FakeGpu, FakeNvml, Gpus, load_nvml
+from gpulayer_mesh.runtime.gpus import FakeGpu, FakeNvml, Gpus, is_rank_process, load_nvml
 
 
 def uuid(index: int) -> str:
@@ -59,8 +62,21 @@ def test_machine_without_driver_has_no_gpus_and_no_problem() -> None:
 
 
 def test_only_processes_of_others_make_a_gpu_busy() -> None:
-    (device,) = Gpus(None, FakeNvml([FakeGpu("a", pids=[10, 11, 11, 12])])).devices(own_pids={12})
+    nvml = FakeNvml([FakeGpu("a", pids=[10, 11, 11, 12])])
+    (device,) = Gpus(None, nvml, is_rank={12}.__contains__).devices()
     assert device.busy_pids == 2
+
+
+def test_rank_is_known_by_its_cookie() -> None:
+    waits = [sys.executable, "-c", "print(flush=True); input()"]
+    for env, expected in (({"GPULAYER_COOKIE": "x"}, True), ({}, False)):
+        pipe = subprocess.PIPE
+        with subprocess.Popen(waits, env=env, stdin=pipe, stdout=pipe) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            assert is_rank_process(process.pid) is expected
+            process.communicate(b"\n")
+    assert not is_rank_process(process.pid)
 
 
 def test_mig_instances_stand_for_their_gpu() -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar, cast
 
@@ -77,15 +78,22 @@ class Gpus:
     torch, indices in it are read in NVML's order, that of the PCI bus.
     """
 
-    def __init__(self, visible: str | None, nvml: Nvml | None) -> None:
+    def __init__(
+        self,
+        visible: str | None,
+        nvml: Nvml | None,
+        *,
+        is_rank: Callable[[int], bool] | None = None,
+    ) -> None:
         self.driver = ""
         self.problem: str | None = None  # why a driver that is there shows no GPU
         self._visible = visible
         self._nvml = nvml
+        self._is_rank = is_rank or is_rank_process
         self._links: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
 
-    def devices(self, own_pids: Collection[int] = ()) -> tuple[Device, ...]:
-        """Read all usable GPUs; processes in `own_pids` do not count as busy."""
+    def devices(self) -> tuple[Device, ...]:
+        """Read all usable GPUs."""
         nvml = self._nvml
         if nvml is None:
             return ()
@@ -102,8 +110,7 @@ class Gpus:
         usable = _select(found, self._visible)[:_MAX_DEVICES]
         links = self._links_of(nvml, usable)
         return tuple(
-            self._device(nvml, index, entry, links[index], own_pids)
-            for index, entry in enumerate(usable)
+            self._device(nvml, index, entry, links[index]) for index, entry in enumerate(usable)
         )
 
     def _find(self, nvml: Nvml) -> list[_Found]:
@@ -126,14 +133,7 @@ class Gpus:
                 found.append(_Found(handle, index, uuid, uuid, False))
         return found
 
-    def _device(
-        self,
-        nvml: Nvml,
-        index: int,
-        entry: _Found,
-        links: tuple[str, ...],
-        own_pids: Collection[int],
-    ) -> Device:
+    def _device(self, nvml: Nvml, index: int, entry: _Found, links: tuple[str, ...]) -> Device:
         memory = self._try(nvml.nvmlDeviceGetMemoryInfo, entry.handle)
         processes = self._try(nvml.nvmlDeviceGetComputeRunningProcesses, entry.handle) or ()
         return Device(
@@ -143,7 +143,7 @@ class Gpus:
             uuid=entry.uuid,
             memory_total_mib=memory.total // _MIB if memory else None,
             memory_free_mib=memory.free // _MIB if memory else None,
-            busy_pids=len({process.pid for process in processes} - set(own_pids)),
+            busy_pids=sum(not self._is_rank(pid) for pid in {process.pid for process in processes}),
             links=links,
         )
 
@@ -200,6 +200,15 @@ class Gpus:
         # pynvml raises more than NVMLError, e.g. NVMLLibraryMismatchError under an old driver.
         except Exception:
             return None
+
+
+def is_rank_process(pid: int) -> bool:
+    """Whether a process belongs to a job: reservations account for those, whoever started it."""
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False  # ended, or another user's
+    return b"GPULAYER_COOKIE=" in environ
 
 
 def _select(found: Sequence[_Found], visible: str | None) -> list[_Found]:

@@ -1,0 +1,345 @@
+"""What this machine has and how busy it is: the content of `Capabilities` and `Load`.
+
+What torch can really drive is proven once in a subprocess (`torch_probe.py`) and remembered on disk
+until torch, the interpreter, the driver or the set of GPUs changes. Never imports torch, knows
+neither NVML nor interfaces (both are passed in), and does not decide what a job gets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import psutil
+
+from gpulayer_mesh.core.lease import Reservations
+from gpulayer_mesh.core.types import (
+    Accelerator,
+    Capabilities,
+    Device,
+    Interface,
+    Load,
+    TorchAbilities,
+)
+from gpulayer_mesh.errors import GpuLayerError
+
+_PROBE = Path(__file__).with_name("torch_probe.py")
+_PROVE_S = 120.0  # importing torch from a cold network disk takes a minute
+_KEY_S = 15.0
+_IMPORTS_S = 10.0  # pre-flight waits for it; 0.05 s when the machine is not overloaded
+_POLL_S = 10.0
+_RECHECK_S = 60.0  # for a torch that was installed meanwhile; one start of Python each
+_OUTPUT_MAX = 256 * 1024  # bytes of a probe's stdout: 64 devices at 200 bytes, and chatter
+_LOAD_AGE_S = 1.0  # CPU share is measured between two readings; shorter ones are noise
+_MIB = 1024 * 1024
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+class GpuSource(Protocol):
+    """What `gpus.Gpus` offers."""
+
+    driver: str
+
+    def devices(self) -> tuple[Device, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """What a proof depends on."""
+
+    interpreter: str
+    python: str = ""
+    torch: str = ""  # "" while torch is not installed
+    path: str = ""  # of the file that changes with torch's version
+    mtime_ns: int = 0
+    driver: str = ""
+    gpus: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Proof:
+    torch: TorchAbilities | None = None
+    devices: tuple[Device, ...] = ()  # as torch lists them, for machines without NVML
+    failed: tuple[str, ...] = ()  # UUIDs of GPUs on which the operation went wrong
+
+
+@dataclass(frozen=True, slots=True)
+class _Remembered:
+    key: _Key
+    proof: _Proof
+
+
+class Machine:
+    """Reads this machine; `changes` is run by the agent for as long as it lives."""
+
+    def __init__(
+        self,
+        home: Path,
+        *,
+        python: str,
+        version: str,
+        gpus: GpuSource,
+        interfaces: Callable[[], tuple[Interface, ...]],
+    ) -> None:
+        self.cpus = _cpus()
+        self.current: Capabilities | None = None  # the newest reading, told to others or not
+        self._home = home
+        self._python = python
+        self._version = version
+        self._gpus = gpus
+        self._interfaces = interfaces
+        self._key = _Key(python)
+        self._key_at = -math.inf
+        self._proof = _Proof()
+        self._load = Load()
+        self._load_at = -_LOAD_AGE_S
+        psutil.cpu_percent()  # the first reading is the start of the first interval
+
+    async def changes(self) -> AsyncIterator[Capabilities]:
+        """Yield what the machine has, at once and whenever it differs enough to tell others.
+
+        torch is None in the first one unless it was proven earlier. While it is being proven
+        nothing else is read, or the probe's own process would make the GPUs look busy.
+        """
+        told: Capabilities | None = None
+        while True:
+            if self._stale():
+                devices = await asyncio.to_thread(self._gpus.devices)
+                key = await self._read_key(devices)
+                if key != self._key:
+                    self._key, self._proof = key, self._recall(key)
+                    told = await self._read()
+                    yield told
+                    if self._proof.torch is None and key.torch:
+                        self._proof = await self._prove(key)
+            fresh = await self._read()
+            if told is None or _differs(fresh, told):
+                told = fresh
+                yield told
+            await asyncio.sleep(_POLL_S)
+
+    def load(self, reservations: Reservations) -> Load:
+        """Return how busy the machine is; system figures are at most a second old."""
+        now = time.monotonic()
+        if now - self._load_at >= _LOAD_AGE_S:
+            self._load_at = now
+            self._load = Load(psutil.cpu_percent(), _memory_mib()[1])
+        devices = self.current.devices if self.current is not None else ()
+        grants = reservations.grants
+        if devices:
+            held = {index for grant in grants for index in grant.devices}
+            free = sum(d.index not in held and not d.busy_pids for d in devices)
+        else:
+            free = max(0, self.cpus - sum(grant.processes for grant in grants))
+        return replace(self._load, free_slots=free, jobs=len(grants))
+
+    async def missing_imports(self, names: Iterable[str]) -> list[str]:
+        """Return which top-level modules the interpreter of the ranks cannot find.
+
+        Raises:
+            GpuLayerError: it could not be asked.
+        """
+        wanted = sorted(set(names))
+        if not wanted:
+            return []
+        facts, problem = await self._probe("imports", _IMPORTS_S, json.dumps(wanted).encode())
+        for fact in facts:
+            if isinstance(missing := fact.get("missing"), list):
+                return [str(name) for name in missing]
+        raise GpuLayerError(f"cannot ask {self._python!r} about imports: {problem}")
+
+    async def _read(self) -> Capabilities:
+        # NVML, statvfs and netlink may all block for longer than a gossip probe may wait.
+        self.current = await asyncio.to_thread(self._read_now)
+        return self.current
+
+    def _read_now(self) -> Capabilities:
+        total_mib, available_mib = _memory_mib()
+        system = os.uname()
+        devices = self._gpus.devices() or self._proof.devices
+        return Capabilities(
+            cpus=self.cpus,
+            memory_total_mib=total_mib,
+            memory_available_mib=available_mib,
+            disk_free_mib=psutil.disk_usage(str(self._home)).free // _MIB,
+            os=f"{system.sysname} {system.release} {system.machine}",
+            python=self._key.python,
+            gpulayer=self._version,
+            torch=self._proof.torch,
+            devices=tuple(d for d in devices if d.uuid not in self._proof.failed or not d.uuid),
+            interfaces=self._interfaces(),
+        )
+
+    def _stale(self) -> bool:
+        """Whether torch may have changed since the key was read."""
+        if not self._key.path:
+            return time.monotonic() - self._key_at > _RECHECK_S
+        with contextlib.suppress(OSError):
+            return Path(self._key.path).stat().st_mtime_ns != self._key.mtime_ns
+        return True  # torch was uninstalled
+
+    async def _read_key(self, devices: tuple[Device, ...]) -> _Key:
+        facts, _ = await self._probe("key", _KEY_S)
+        self._key_at = time.monotonic()
+        found: dict[str, Any] = {name: value for fact in facts for name, value in fact.items()}
+        return _Key(
+            interpreter=self._python,
+            python=str(found.get("python", "")),
+            torch=str(found.get("torch", "")),
+            path=str(found.get("path", "")),
+            mtime_ns=int(found.get("mtime_ns", 0)),
+            driver=self._gpus.driver,
+            gpus=tuple(device.uuid for device in devices),
+        )
+
+    @property
+    def _cache(self) -> Path:
+        return self._home / "torch.json"
+
+    def _recall(self, key: _Key) -> _Proof:
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            remembered = msgspec.json.decode(self._cache.read_bytes(), type=_Remembered)
+            if remembered.key == key:
+                return remembered.proof
+        return _Proof()
+
+    async def _prove(self, key: _Key) -> _Proof:
+        facts, problem = await self._probe("prove", _PROVE_S)
+        proof = _proof_from(facts, key.torch, problem)
+        if not problem:  # what broke off may go well the next time
+            temporary = self._cache.with_suffix(".tmp")
+            with contextlib.suppress(OSError):
+                temporary.write_bytes(msgspec.json.encode(_Remembered(key, proof)))
+                temporary.replace(self._cache)
+        return proof
+
+    async def _probe(
+        self, mode: str, deadline_s: float, stdin: bytes = b""
+    ) -> tuple[list[dict[str, Any]], str]:
+        """Run the script; return what it said, and why it did not come to its end, if so."""
+        pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+        try:
+            process = await asyncio.create_subprocess_exec(
+                self._python,
+                "-P",
+                str(_PROBE),
+                mode,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=null,
+                cwd=self._home,
+                start_new_session=True,
+            )
+        except OSError as e:
+            return [], f"cannot start it: {e.strerror or e}"
+        assert process.stdin is not None
+        assert process.stdout is not None
+        said = bytearray()
+        problem = ""
+        try:
+            async with asyncio.timeout(deadline_s):
+                process.stdin.write(stdin)
+                process.stdin.close()
+                while (piece := await process.stdout.read(4096)) and len(said) < _OUTPUT_MAX:
+                    said += piece
+                await process.wait()
+        except TimeoutError:
+            problem = f"no answer after {deadline_s:g} s"
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        facts = []
+        for line in said.splitlines():
+            with contextlib.suppress(ValueError):  # torch or a plug-in of it prints as well
+                if isinstance(fact := json.loads(line), dict):
+                    facts.append(fact)
+        if not problem and not (facts and facts[-1].get("done")):
+            problem = f"it ended with code {process.returncode}"
+        return facts, problem
+
+
+def _proof_from(facts: Iterable[dict[str, Any]], version: str, broke_off: str) -> _Proof:
+    works: list[Accelerator] = []
+    backends, problems, failed = [], [], []
+    devices = []
+    for fact in facts:
+        match fact:
+            case {"torch": str(found)}:
+                version = found
+            case {"works": str(kind)}:
+                works.append(Accelerator(kind))
+            case {"backend": str(name)}:
+                backends.append(name)
+            case {"problem": str(text)}:
+                problems.append(text[:256])
+            case {"failed": str(uuid)}:
+                failed.append(uuid)
+            case {"device": dict(device)}:
+                devices.append(msgspec.convert(device, Device))
+    if broke_off:
+        problems.append(f"torch: {broke_off}"[:256])
+    abilities = TorchAbilities(version, tuple(works), tuple(backends), tuple(problems[:16]))
+    return _Proof(abilities, tuple(devices[:64]), tuple(failed))
+
+
+def _differs(new: Capabilities, old: Capabilities) -> bool:
+    """Whether others should hear of it: each time costs every node a request.
+
+    Free memory and disk change all the time; a tenth of the whole is what placement notices.
+    """
+
+    def coarse(caps: Capabilities) -> Capabilities:
+        devices = tuple(replace(device, memory_free_mib=None) for device in caps.devices)
+        return replace(caps, devices=devices, memory_available_mib=0, disk_free_mib=0)
+
+    if coarse(new) != coarse(old):
+        return True
+    figures = [
+        (new.memory_available_mib, old.memory_available_mib, old.memory_total_mib),
+        (new.disk_free_mib, old.disk_free_mib, old.disk_free_mib),
+    ]
+    figures += [
+        (a.memory_free_mib or 0, b.memory_free_mib or 0, b.memory_total_mib or 0)
+        for a, b in zip(new.devices, old.devices, strict=True)
+    ]
+    return any(abs(now - before) > whole / 10 for now, before, whole in figures)
+
+
+def _cpus() -> int:
+    """Count what this process may use: affinity and the limit of its container."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+    cpus = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    quota, _, period = _cgroup("cpu.max").partition(" ")
+    if quota.isdecimal() and period.isdecimal():
+        cpus = min(cpus, max(1, int(quota) // int(period)))
+    return cpus
+
+
+def _memory_mib() -> tuple[int, int]:
+    """Return total and available memory, within the limit of this process's container."""
+    memory = psutil.virtual_memory()
+    total, available = memory.total, memory.available
+    limit, used = _cgroup("memory.max"), _cgroup("memory.current")
+    if limit.isdecimal() and used.isdecimal() and int(limit) < total:
+        total, available = int(limit), min(available, max(0, int(limit) - int(used)))
+    return total // _MIB, available // _MIB
+
+
+def _cgroup(name: str) -> str:
+    """Read a value of our own control group (version 2); "" where there is none."""
+    with contextlib.suppress(OSError, IndexError):
+        own = Path("/proc/self/cgroup").read_text().split("::")[1].splitlines()[0].lstrip("/")
+        return (_CGROUPS / own / name).read_text().strip()
+    return ""
