@@ -141,8 +141,11 @@ def new_job_id() -> str:
 def _in_own_loop(main: Callable[[], Any]) -> JobOutcome:
     try:
         asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(main())  # type: ignore[no-any-return]
+    except RuntimeError:  # as it should be
+        try:
+            return asyncio.run(main())  # type: ignore[no-any-return]
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
     raise ConfigError(
         "jobs cannot be started from inside a running event loop",
         hint="put the call into a script of its own and run that",
@@ -215,22 +218,23 @@ async def _run_job(request: JobRequest) -> JobOutcome:
         async with await MeshClient.connect(env.home()) as client:
             with interrupts:
                 bundle = await packing
-                record, plan = await _place(client, request, bundle, ui)
-                if record is None:
+                placed = await _place(client, request, bundle, ui)
+                if placed is None:
                     return JobOutcome("", ExitCode.OK, None)
+                record, job = placed, placed.spec.id
                 if request.detach:
                     ui.detached(record)
-                    return JobOutcome(record.spec.id, ExitCode.OK, None)
+                    return JobOutcome(job, ExitCode.OK, None)
 
                 async def stop(kill: bool) -> None:
-                    ui.stopping(record.spec.id, kill, request.stop_grace_s)
-                    await client.stop(record.spec.id, grace_s=None, kill=kill)
+                    ui.stopping(job, kill, request.stop_grace_s)
+                    await client.stop(job, grace_s=None, kill=kill)
 
                 interrupts.on_stop = stop
                 record = await jobs.follow(client, record, ui)
-                destination = request.root / "gpulayer_jobs" / record.spec.id
+                destination = request.root / "gpulayer_jobs" / job
                 await jobs.collect(client, record, destination, ui)
-                ui.outcome(record, destination)
+                ui.outcome(record)
                 return outcome_of(record, destination)
     finally:
         packing.cancel()
@@ -247,10 +251,10 @@ def outcome_of(record: JobRecord, output_dir: Path | None) -> JobOutcome:
 
 async def _place(
     client: MeshClient, request: JobRequest, bundle: Bundle, ui: Ui
-) -> tuple[JobRecord | None, Plan]:
+) -> JobRecord | None:
     """Plan, print the plan and start; waits while the nodes it needs are busy.
 
-    Returns (None, plan) for a dry run.
+    Returns None for a dry run.
     """
     from gpulayer_mesh.core import placement
 
@@ -268,8 +272,8 @@ async def _place(
             plan = placement.plan(wanted, await client.snapshot())
             ui.plan(plan, request, bundle)
             if request.dry_run:
-                return None, plan
-            return await _start(client, request, bundle, plan), plan
+                return None
+            return await _start(client, request, bundle, plan)
         except PlacementBusyError as busy:
             if time.monotonic() > give_up:
                 raise

@@ -13,7 +13,7 @@ import shutil
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from gpulayer_mesh.core import job as keeping
 from gpulayer_mesh.core.failure import first_failure, is_failure
@@ -81,15 +81,15 @@ async def run(request: JobRequest, processes: int) -> JobOutcome:
     )
     order = GoOrder(HOST, FreePorts().take(), (HOST,), dict(request.secrets))
     config = shims.ShimConfig(
-        tuple(
+        ranks=tuple(
             shims.RankCommand(
                 rank, rank_argv(spec, host), _rank_env(spec, rank, order, host), str(env.START_DIR)
             )
             for rank in range(processes)
         ),
+        cookie=host.cookie,
         grace_s=request.stop_grace_s,
         mask=tuple(request.secrets.values()),
-        cookie=host.cookie,
     )
     local = _LocalJob(spec, folder, ui)
     interrupts = Interrupts(asyncio.current_task())
@@ -150,8 +150,8 @@ class _LocalJob:
     async def run(self, config: shims.ShimConfig) -> JobRecord:
         await self._shims.start(self._folder, config)
         lines = asyncio.create_task(self._print_lines())
-        stopper: asyncio.Task[None] | None = None
         toucher = asyncio.create_task(self._touch())
+        stopper: asyncio.Task[None] | None = None
         try:
             async for event in self._shims.watch(self._folder):
                 match event:
@@ -165,8 +165,10 @@ class _LocalJob:
                         self._problem = message
                     case shims.ShimLost():
                         self._problem = "the shim was killed, and its ranks with it"
-                    case _:
+                    case shims.ShimStarted() | shims.ShimStopping() | shims.ShimDone():
                         pass
+                    case _:
+                        assert_never(event)
             await lines
             return self._record()
         except BaseException:
@@ -188,8 +190,8 @@ class _LocalJob:
     async def _print_lines(self) -> None:
         parser = RecordParser()
         prefix = len(self._ranks) > 1
-        start = dict.fromkeys(self._ranks, 0)
-        async for data in self._shims.follow_logs(self._folder, start, follow=True):
+        everything = dict.fromkeys(self._ranks, 0)
+        async for data in self._shims.follow_logs(self._folder, everything, follow=True):
             for record in parser.feed(data):
                 self._ui.log(record, NAME, prefix=prefix)
 

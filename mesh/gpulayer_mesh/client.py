@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -28,6 +29,7 @@ from gpulayer_mesh.errors import (
 from gpulayer_mesh.runtime import identity as identities
 from gpulayer_mesh.runtime.dial import Dialer
 from gpulayer_mesh.runtime.discovery import browse, mesh_tag
+from gpulayer_mesh.runtime.interfaces import list_interfaces
 
 CALL_S = 10.0  # default deadline of one call
 MDNS_AFTER_S = 0.3  # remembered addresses get this head start over multicast
@@ -47,7 +49,9 @@ class MeshClient:
         self.identity = identity
         self.mesh = mesh
         self.book = mesh.book
-        self.dialer = Dialer(context=identities.client_context(home), book=mesh.book)
+        self.dialer = Dialer(
+            context=identities.client_context(home), book=mesh.book, node=identity.node
+        )
         self.entry: NodeId = ""  # the member that answered first
         self._addresses: dict[NodeId, Addresses] = identities.load_peers(home)
 
@@ -96,7 +100,7 @@ class MeshClient:
 
     def addresses(self, node: NodeId) -> Addresses:
         """Return where a member may be reached, the proven address first."""
-        proven = self.dialer.proven.get(node)
+        proven = self.dialer.good_address(node)
         known = self._addresses.get(node, ())
         return known if proven is None else merged((proven,), known)
 
@@ -155,16 +159,17 @@ class MeshClient:
         async def multicast() -> None:
             if tries:
                 await asyncio.sleep(MDNS_AFTER_S)
-            async for candidate in browse(mesh_tag(self.mesh.mesh), deadline_s):
+            here = list_interfaces()
+            async for candidate in browse(mesh_tag(self.mesh.mesh), here, deadline_s):
                 node = self.book.hinted(candidate.node_hint)
                 if node is not None and node != self.identity.node and not found.full():
                     found.put_nowait((node, candidate.addresses))
 
-        for node, addresses in self._addresses.items():
-            tries.add(asyncio.create_task(ask(node, addresses)))
-        agent = identities.running_agent(self.home)
-        if agent is not None:
-            tries.add(asyncio.create_task(ask(self.identity.node, agent)))
+        for known, addresses in self._addresses.items():
+            tries.add(asyncio.create_task(ask(known, addresses)))
+        own_agent = _own_agent(self.home)
+        if own_agent:
+            tries.add(asyncio.create_task(ask(self.identity.node, own_agent)))
         browser = asyncio.create_task(multicast())
         getter = asyncio.create_task(found.get())
         refusal: NotAllowedError | None = None
@@ -174,8 +179,8 @@ class MeshClient:
                     {*tries, getter}, timeout=left, return_when=asyncio.FIRST_COMPLETED
                 )
                 if getter in done:
-                    node, addresses = getter.result()
-                    tries.add(asyncio.create_task(ask(node, addresses)))
+                    found_node, addresses = getter.result()
+                    tries.add(asyncio.create_task(ask(found_node, addresses)))
                     getter = asyncio.create_task(found.get())
                 for task in done & tries:
                     tries.discard(task)
@@ -247,9 +252,9 @@ class MeshClient:
         for node, records in zip(nodes, answers, strict=True):
             if isinstance(records, BaseException):
                 continue
-            for record in records:
-                if record.spec.id not in best or record.keeper == node:
-                    best[record.spec.id] = record
+            for job in records:
+                if job.spec.id not in best or job.keeper == node:
+                    best[job.spec.id] = job
         return sorted(best.values(), key=lambda r: r.spec.submitted_at, reverse=True)
 
     async def find_job(self, ident: str) -> JobRecord:
@@ -418,6 +423,15 @@ class MeshClient:
         )
         async for data in self.dialer.stream(node, self.addresses(node), "GET", path):
             yield data
+
+
+def _own_agent(home: Path) -> Addresses:
+    """Return the addresses of an agent that runs on this machine with this state directory."""
+    try:
+        port = int(json.loads((home / "agent.json").read_text(encoding="utf-8"))["port"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()
+    return (Address("127.0.0.1", port), Address("::1", port))
 
 
 def merged(first: Addresses, then: Addresses) -> Addresses:

@@ -50,7 +50,9 @@ class LanMesh:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on the laptop (or `host`) and check its exit code."""
         done = (host or self.laptop).run([GPULAYER, *arguments], timeout=timeout_s)
-        assert done.returncode == code, f"{arguments}: {done.returncode}\n{done.stdout}{done.stderr}"
+        assert done.returncode == code, (
+            f"{arguments}: {done.returncode}\n{done.stdout}{done.stderr}"
+        )
         return done
 
     def status(self) -> dict[str, dict[str, Any]]:

@@ -19,7 +19,7 @@ from meshes import GPULAYER, LanMesh, until
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(300)]
 
-TRAIN = '''
+TRAIN = """
 import json, os, socket, sys
 from pathlib import Path
 
@@ -67,9 +67,9 @@ with open("after.txt", "a") as file:
     print(socket.gethostname(), trainer.global_step, trainer.current_epoch, file=file)
 torch.save(model.state_dict(), "final.pt")
 print("loss is", float(trainer.callback_metrics["loss"]))
-'''
+"""
 
-LAUNCHED = '''
+LAUNCHED = """
 import json, os, sys
 from pathlib import Path
 from gpulayer.pytorch import launch
@@ -86,9 +86,9 @@ dist.barrier()
 dist.destroy_process_group()
 if os.environ["RANK"] == "2" and sys.argv[1:2] == ["--fail"]:
     sys.exit(7)
-'''
+"""
 
-RAISES = '''
+RAISES = """
 import os, time
 from gpulayer.pytorch import launch
 launch(nodes=3, accelerator="cpu", devices=1)
@@ -101,9 +101,9 @@ if os.environ["RANK"] == "1":
     raise ValueError("the flux capacitor is empty")
 dist.barrier()
 time.sleep(600)
-'''
+"""
 
-LOADERS = '''
+LOADERS = """
 import time
 from gpulayer.pytorch import launch
 launch(nodes=3, accelerator="cpu", devices=1, stop_grace_s=2)
@@ -120,10 +120,22 @@ class Slow(Dataset):
 if __name__ == "__main__":
     for batch in DataLoader(Slow(), num_workers=2, batch_size=4):
         print("batch", flush=True)
-'''
+"""
 
 # What shells and other launchers are known to eat.
-ARGV = ["two words", "it's", 'say "x"', "$HOME", "`id`", "a\nb", "", "naïve 漢字", "--", "{a,b}", "*"]
+ARGV = [
+    "two words",
+    "it's",
+    'say "x"',
+    "$HOME",
+    "`id`",
+    "a\nb",
+    "",
+    "naïve 漢字",
+    "--",
+    "{a,b}",
+    "*",
+]
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,10 @@ from msgspec import Meta
 import gpulayer_mesh
 from gpulayer_mesh import config as configuration
 from gpulayer_mesh.config import AgentConfig
-from gpulayer_mesh.core import gossip_codec, membership, wire
+from gpulayer_mesh.core import swim, wire
+from gpulayer_mesh.core.gossip_codec import Codec
 from gpulayer_mesh.core.lease import Reservations
+from gpulayer_mesh.core.membership import Membership
 from gpulayer_mesh.core.rumour import Rumour
 from gpulayer_mesh.core.types import (
     Address,
@@ -60,6 +62,7 @@ from gpulayer_mesh.runtime.capabilities import Machine
 from gpulayer_mesh.runtime.dial import Dialer
 from gpulayer_mesh.runtime.discovery import Discovery, mesh_tag
 from gpulayer_mesh.runtime.door import Door, DoorRequest, Route, Stream
+from gpulayer_mesh.runtime.gpus import Gpus, load_nvml
 from gpulayer_mesh.runtime.hosting import JobHost, Site
 from gpulayer_mesh.runtime.packets import PacketPort
 from gpulayer_mesh.runtime.shims import ShimRunner
@@ -85,12 +88,12 @@ class Agent:
         self.config = config
         self.home = config.home
         self.identity = identities.load_or_create(self.home)
-        self._events: asyncio.Queue[membership.Event] = asyncio.Queue()
+        self._events: asyncio.Queue[swim.Event] = asyncio.Queue()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._caps: dict[NodeId, tuple[CapsRecord, bytes]] = {}
         self._peers: dict[NodeId, Addresses] = {}
-        self._packet_seq = 0
         self._caps_version = 0
+        self._packet_seq = 0
         self._dialling: set[object] = set()
         self._peers_dirty = asyncio.Event()
         self.ready = asyncio.Event()
@@ -149,10 +152,16 @@ class Agent:
     async def _open(
         self, stack: contextlib.AsyncExitStack, hosts: tuple[str, ...], port: int
     ) -> None:
-        self.dialer = Dialer(context=identities.client_context(self.home), book=self.book)
+        self.dialer = Dialer(
+            context=identities.client_context(self.home), book=self.book, node=self.identity.node
+        )
         stack.push_async_callback(self.dialer.close)
         self.machine = Machine(
-            self.home, python=self.config.python, version=gpulayer_mesh.__version__
+            self.home,
+            python=self.config.python,
+            version=gpulayer_mesh.__version__,
+            gpus=Gpus(configuration.environment().get("CUDA_VISIBLE_DEVICES"), load_nvml()),
+            interfaces=lambda: self.watch.current,
         )
         self.reservations = Reservations(self.name, cpus=self.machine.cpus)
         self.jobs = JobHost(self._site())
@@ -167,7 +176,7 @@ class Agent:
         stack.push_async_callback(self.door.close)
         self.packets = await PacketPort.open(hosts, self.port)
         stack.callback(self.packets.close)
-        self.codec = gossip_codec.Codec(
+        self.codec = Codec(
             mesh=self.book.mesh,
             node=self.identity.node,
             boot=self.boot,
@@ -182,10 +191,10 @@ class Agent:
             self._addresses(),
             self._caps_version,
         )
-        self.members = membership.Membership(
-            me, config=membership.SwimConfig(), rng=random.Random(), now=time.monotonic()
+        self.members = Membership(
+            me, config=swim.SwimConfig(), rng=random.Random(), now=time.monotonic()
         )
-        self._post(membership.RosterChanged(frozenset(self.book.members)))
+        self._post(swim.RosterChanged(frozenset(self.book.members)))
         self.discovery = Discovery(
             tag=mesh_tag(self.book.mesh), node=self.identity.node, port=self.port
         )
@@ -218,8 +227,8 @@ class Agent:
 
     def _leave(self) -> None:
         """Say goodbye, so that nobody has to suspect us first."""
-        for effect in self.members.handle(time.monotonic(), membership.Leave()):
-            if isinstance(effect, membership.SendPacket):
+        for effect in self.members.handle(time.monotonic(), swim.Leave()):
+            if isinstance(effect, swim.SendPacket):
                 self._send(effect)
 
     @property
@@ -243,7 +252,7 @@ class Agent:
     def _uses_multicast(self) -> bool:
         return not self.config.bind or any(not _is_loopback(host) for host in self.config.bind)
 
-    def _post(self, event: membership.Event) -> None:
+    def _post(self, event: swim.Event) -> None:
         self._events.put_nowait(event)
 
     def _spawn(self, work: Any) -> None:
@@ -264,7 +273,7 @@ class Agent:
     async def _own_membership(self) -> None:
         while True:
             due = self.members.next_timeout()
-            event: membership.Event = membership.Tick()
+            event: swim.Event = swim.Tick()
             try:
                 wait_s = None if due is None else max(0.0, due - time.monotonic())
                 async with asyncio.timeout(wait_s):
@@ -273,22 +282,22 @@ class Agent:
                 pass
             self._handle(event)
 
-    def _handle(self, event: membership.Event) -> None:
+    def _handle(self, event: swim.Event) -> None:
         for effect in self.members.handle(time.monotonic(), event):
             match effect:
-                case membership.SendPacket():
+                case swim.SendPacket():
                     self._send(effect)
-                case membership.StreamProbe(node, seq):
+                case swim.StreamProbe(node, seq):
                     self._spawn(self._stream_probe(node, seq))
-                case membership.PushPull(node):
+                case swim.PushPull(node):
                     self._spawn(self._sync_with(node))
-                case membership.MemberChanged(node, old, new, cause):
+                case swim.MemberChanged(node, old, new, cause):
                     self._member_changed(node, old, new, cause)
-                case membership.RecordChanged(record):
+                case swim.RecordChanged(record):
                     self._record_changed(record)
-                case membership.SelfChanged():
+                case swim.SelfChanged():
                     pass
-                case membership.CloneSeen(record):
+                case swim.CloneSeen(record):
                     log.error(
                         "another machine uses this machine's identity, at %s: its state directory "
                         "was copied; delete identity.key on one of the two and join again",
@@ -315,7 +324,7 @@ class Agent:
             self._spawn(self._pull_caps(record.node))
 
     def _proven(self, node: NodeId) -> Addresses:
-        good = self.dialer.proven.get(node)
+        good = self.dialer.good_address(node)
         return () if good is None else (good,)
 
     def _peer_addresses(self, node: NodeId) -> Addresses:
@@ -328,7 +337,7 @@ class Agent:
         entry = self.book.members.get(node)
         return entry.name if entry else node[:8]
 
-    def _send(self, effect: membership.SendPacket) -> None:
+    def _send(self, effect: swim.SendPacket) -> None:
         self._packet_seq += 1
         data = self.codec.encode(effect.message, self._packet_seq)
         if effect.via == "tcp":
@@ -343,21 +352,21 @@ class Agent:
             packet = await self.packets.received.get()
             self._packet(packet.data, "udp")
 
-    def _packet(self, data: bytes, via: membership.Via) -> None:
+    def _packet(self, data: bytes, via: swim.Via) -> None:
         try:
             sender, message = self.codec.decode(data)
         except RemoteProtocolError as e:
             log.debug("packet ignored: %s", e)
             return
-        self._post(membership.PacketReceived(sender, message, via))
+        self._post(swim.PacketReceived(sender, message, via))
 
     async def _stream_probe(self, node: NodeId, seq: int) -> None:
         try:
             await self._call(node, "GET", "/v1/ping", deadline_s=PROBE_S)
         except GpuLayerError:
-            self._post(membership.StreamProbeDone(node, seq, False))
+            self._post(swim.StreamProbeDone(node, seq, False))
         else:
-            self._post(membership.StreamProbeDone(node, seq, True))
+            self._post(swim.StreamProbeDone(node, seq, True))
 
     async def _call(
         self,
@@ -415,7 +424,7 @@ class Agent:
             with contextlib.suppress(RemoteProtocolError):  # of a member that was just removed
                 rumours.append(self.codec.open(signed))
         # At once, not through the queue: the answer must hold our refutation.
-        self._handle(membership.Synced(peer, tuple(rumours)))
+        self._handle(swim.Synced(peer, tuple(rumours)))
         for signed in _signed_list(plain.get("caps", [])):
             with contextlib.suppress(RemoteProtocolError):
                 self._take_caps(signed)
@@ -456,7 +465,7 @@ class Agent:
         self._caps = {n: c for n, c in self._caps.items() if n in members}
         self._peers = {n: a for n, a in self._peers.items() if n in members}
         self._peers_dirty.set()
-        self._post(membership.RosterChanged(members))
+        self._post(swim.RosterChanged(members))
         if self.identity.node not in members:
             log.error("this machine was removed from the mesh")
 
@@ -481,7 +490,7 @@ class Agent:
             await self.dialer.request(node, where, "GET", "/v1/ping", deadline_s=5.0)
             self._peers[node] = _merged(self._proven(node), addresses)
             self._peers_dirty.set()
-            self._post(membership.Contact(node))
+            self._post(swim.Contact(node))
         finally:
             self._dialling.discard(node)
             if gate is not None:
@@ -525,7 +534,8 @@ class Agent:
             match change:
                 case nics.Woke(gap_s):
                     log.info("the machine slept for about %.0f s", gap_s)
-                    self._post(membership.Woke())
+                    self.dialer.forget_connections()
+                    self._post(swim.Woke())
                 case nics.AddressesChanged(current):
                     log.info("addresses: %s", ", ".join(a.host for a in self._addresses()))
                     self._announce()
@@ -536,9 +546,7 @@ class Agent:
 
     def _announce(self) -> None:
         self._post(
-            membership.LocalChanged(
-                self.name, self.config.zone, self._addresses(), self._caps_version
-            )
+            swim.LocalChanged(self.name, self.config.zone, self._addresses(), self._caps_version)
         )
 
     async def _save_peers(self) -> None:
@@ -584,7 +592,7 @@ class Agent:
     async def _report_load(self) -> None:
         while True:
             load: Load = self.machine.load(self.reservations)
-            self._post(membership.LoadChanged(load))
+            self._post(swim.LoadChanged(load))
             await asyncio.sleep(LOAD_S)
 
     # --- doors -----------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import shutil
 import time
@@ -62,8 +63,8 @@ FETCHES = 8  # parallel chunk downloads per job
 CHUNK_WAIT_S = 60.0  # how long a peer may hold a chunk request until the chunk arrives
 CHUNK_ROUNDS = 3  # tries over all sources before staging fails
 CALL_S = job.CALL_S  # the keeper repeats a call that takes longer
-TOUCH_S = 20.0  # of a shim's 300 s of patience
 FILE_PIECE_BYTES = 256 * 1024  # of an output file per write: bounded memory, few wake-ups
+TOUCH_S = 20.0  # of a shim's 300 s of patience
 TAIL_LINES = 60
 
 
@@ -143,6 +144,7 @@ class _Job:
         return self.spec.slots[0].node
 
 
+_BEFORE_START = frozenset({HostPhase.RESERVED, HostPhase.STAGING, HostPhase.STAGED})
 _OVER = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
 
 
@@ -435,10 +437,7 @@ class JobHost:
         if one.kept is not None:
             self._kept(one, job.StopRequested(by, grace_s, order.kill))
         elif one.keeper != self.site.node and one.machine.phase not in (
-            HostPhase.RESERVED,
-            HostPhase.STAGING,
-            HostPhase.STAGED,
-            HostPhase.ENDED,
+            _BEFORE_START | {HostPhase.ENDED}
         ):
             try:
                 answer = await self.site.call(
@@ -501,17 +500,9 @@ class JobHost:
         self._readable(request, one)
         path = check_path(request.query.get("path", ""))
         rank = int(_number(request, "rank", 0, 1_000_000))
-        area = request.query.get("area")
-        if area == "out":
-            root = one.dir / "out" / f"rank{rank}"
-        elif area == "work":
-            root = one.dir / "work"
-        else:
-            raise RemoteProtocolError("area is 'out' or 'work'")
-        target = (root / path).resolve()
-        if not target.is_relative_to(root.resolve()) or not target.is_file():
-            raise NotFoundError(f"no file {path!r}")
-        return _pieces(target, int(_number(request, "offset", 0, 2**62)))
+        area = request.query.get("area", "")
+        fd = self.site.store.open_output(one.dir, area, rank, path)
+        return _pieces(fd, int(_number(request, "offset", 0, 2**62)))
 
     # --- checks ----------------------------------------------------------------------------------
 
@@ -791,8 +782,9 @@ class JobHost:
         if (folder / "record").exists():
             data = (folder / "record").read_bytes()
             record = wire.decode_as(JobRecord, wire.unpack(data, max_bytes=wire.BODY_MAX))
-        alive = self.site.shims.adopt(folder) and self.site.shims.alive(folder)
-        if alive:
+        # A shim that ended meanwhile is taken over as well: its events tell how.
+        adopted = record.state not in _OVER and self.site.shims.adopt(folder)
+        if adopted:
             machine = hosted.HostedJob.adopt(spec, index, now=now)
         else:
             machine = hosted.HostedJob(spec, index, now=now)
@@ -801,7 +793,7 @@ class JobHost:
         if (folder / "manifest").exists():
             one.manifest = open_manifest((folder / "manifest").read_bytes(), sha256=spec.manifest)
             one.chunks = unique_chunks(one.manifest)
-        if alive:
+        if adopted:
             slot = spec.slots[index]
             self.site.reservations.adopt(Grant(spec.id, slot.processes, slot.devices))
             self._spawn(self._watch_shim(one))
@@ -809,7 +801,7 @@ class JobHost:
             if one.keeper == self.site.node and record.state is not JobState.PLACING:
                 one.kept = job.KeptJob.resume(record, now=now)
                 self._wake.set()
-            elif not alive:
+            elif not adopted:
                 cause = "not started" if record.state is JobState.PLACING else "agent was away"
                 one.record = replace(record, state=JobState.CANCELLED, cause=cause, ended_age_s=0.0)
                 self._save(one)
@@ -851,8 +843,8 @@ def _numbers(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-async def _pieces(path: Path, offset: int) -> AsyncIterator[bytes]:
-    with await asyncio.to_thread(path.open, "rb") as file:
+async def _pieces(fd: int, offset: int) -> AsyncIterator[bytes]:
+    with os.fdopen(fd, "rb") as file:
         file.seek(offset)
         while data := await asyncio.to_thread(file.read, FILE_PIECE_BYTES):
             yield data
