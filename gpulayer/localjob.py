@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
+from gpulayer_mesh.core import hosted
 from gpulayer_mesh.core import job as keeping
 from gpulayer_mesh.core.failure import first_failure, is_failure
 from gpulayer_mesh.core.jobspec import (
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 NAME = "local"
 TAIL_LINES = 60
-TOUCH_S = 20.0  # of the shim's 300 s of patience with whoever started it
 
 
 async def run(request: JobRequest, processes: int) -> JobOutcome:
@@ -89,7 +89,7 @@ async def run(request: JobRequest, processes: int) -> JobOutcome:
         ),
         cookie=host.cookie,
         grace_s=request.stop_grace_s,
-        mask=tuple(request.secrets.values()),
+        secrets=tuple(request.secrets.values()),
     )
     local = _LocalJob(spec, folder, ui)
     interrupts = Interrupts(asyncio.current_task())
@@ -150,22 +150,19 @@ class _LocalJob:
     async def run(self, config: shims.ShimConfig) -> JobRecord:
         await self._shims.start(self._folder, config)
         lines = asyncio.create_task(self._print_lines())
-        toucher = asyncio.create_task(self._touch())
         stopper: asyncio.Task[None] | None = None
         try:
             async for event in self._shims.watch(self._folder):
                 match event:
-                    case shims.RankStarted(rank=rank, pid=pid):
+                    case hosted.RankStarted(rank, pid):
                         self._ranks[rank] = RankStatus(rank, RankState.RUNNING, pid)
-                    case shims.RankExited(rank=rank):
+                    case hosted.RankExited(rank):
                         await self._exited(event)
                         if stopper is None and is_failure(self._ranks[rank]):
                             stopper = asyncio.create_task(self._stop_others())
-                    case shims.ShimProblem(message=message):
-                        self._problem = message
-                    case shims.ShimLost():
-                        self._problem = "the shim was killed, and its ranks with it"
-                    case shims.ShimStarted() | shims.ShimStopping() | shims.ShimDone():
+                    case hosted.ShimLost(error):
+                        self._problem = error
+                    case hosted.ShimDone():
                         pass
                     case _:
                         assert_never(event)
@@ -175,28 +172,22 @@ class _LocalJob:
             self._shims.kill(self._folder)
             raise
         finally:
-            for task in (lines, toucher, stopper):
+            for task in (lines, stopper):
                 if task is not None:
                     task.cancel()
                     with contextlib.suppress(asyncio.CancelledError):
                         await task
             self._ui.finish()
 
-    async def _touch(self) -> None:
-        while True:
-            self._shims.touch(self._folder)
-            await asyncio.sleep(TOUCH_S)
-
     async def _print_lines(self) -> None:
         parser = RecordParser()
         prefix = len(self._ranks) > 1
-        everything = dict.fromkeys(self._ranks, 0)
-        async for data in self._shims.follow_logs(self._folder, everything, follow=True):
+        async for data in self._shims.follow_logs(self._folder, self._ranks, {}, follow=True):
             for record in parser.feed(data):
                 self._ui.log(record, NAME, prefix=prefix)
 
-    async def _exited(self, event: shims.RankExited) -> None:
-        tail = await asyncio.to_thread(shims.tail_lines, self._folder, event.rank, TAIL_LINES)
+    async def _exited(self, event: hosted.RankExited) -> None:
+        tail = await asyncio.to_thread(self._shims.tail_lines, self._folder, event.rank, TAIL_LINES)
         self._ended[event.rank] = time.monotonic()
         self._ranks[event.rank] = RankStatus(
             event.rank,

@@ -146,7 +146,7 @@ class MeshClient:
         return snapshot
 
     async def _find_entry(self, deadline_s: float) -> None:
-        tries: set[asyncio.Task[NodeId]] = set()
+        tries: set[asyncio.Task[Any]] = set()
         give_up = time.monotonic() + deadline_s
 
         async def ask(node: NodeId, addresses: Addresses) -> NodeId:
@@ -175,12 +175,13 @@ class MeshClient:
         refusal: NotAllowedError | None = None
         try:
             while (left := give_up - time.monotonic()) > 0:
+                done: set[asyncio.Task[Any]]
                 done, _ = await asyncio.wait(
                     {*tries, getter}, timeout=left, return_when=asyncio.FIRST_COMPLETED
                 )
                 if getter in done:
-                    found_node, addresses = getter.result()
-                    tries.add(asyncio.create_task(ask(found_node, addresses)))
+                    found_node, where = getter.result()
+                    tries.add(asyncio.create_task(ask(found_node, where)))
                     getter = asyncio.create_task(found.get())
                 for task in done & tries:
                     tries.discard(task)

@@ -64,7 +64,6 @@ CHUNK_WAIT_S = 60.0  # how long a peer may hold a chunk request until the chunk 
 CHUNK_ROUNDS = 3  # tries over all sources before staging fails
 CALL_S = job.CALL_S  # the keeper repeats a call that takes longer
 FILE_PIECE_BYTES = 256 * 1024  # of an output file per write: bounded memory, few wake-ups
-TOUCH_S = 20.0  # of a shim's 300 s of patience
 TAIL_LINES = 60
 
 
@@ -174,7 +173,6 @@ class JobHost:
     async def run(self) -> None:
         """Adopt what an earlier agent left, then serve the machines' timers for ever."""
         await self._adopt_all()
-        self._spawn(self._touch_leases())
         try:
             while True:
                 self._wake.clear()
@@ -479,12 +477,12 @@ class JobHost:
     async def _log_stream(
         self, one: _Job, ranks: list[int], start: dict[int, int], follow: bool
     ) -> AsyncIterator[bytes]:
-        async for data in self.site.shims.follow_logs(
-            one.dir,
-            {rank: start.get(rank, 0) for rank in ranks},
-            follow=follow,
-            ended=lambda: one.machine.phase is HostPhase.ENDED,
-        ):
+        # Before the start there is nothing to read yet, but a viewer may already wait.
+        while follow and one.machine.phase in _BEFORE_START:
+            await asyncio.sleep(shims.POLL_S)
+        if one.machine.phase is HostPhase.ENDED and not (one.dir / "status").exists():
+            return
+        async for data in self.site.shims.follow_logs(one.dir, ranks, start, follow=follow):
             yield data
 
     async def files(self, request: Request) -> list[OutputFile]:
@@ -667,34 +665,12 @@ class JobHost:
 
     async def _watch_shim(self, one: _Job) -> None:
         async for event in self.site.shims.watch(one.dir):
-            match event:
-                case shims.RankStarted(rank=rank, pid=pid):
-                    self._hosted(one, hosted.RankStarted(rank, pid))
-                case shims.RankExited(rank=rank):
-                    tail = await asyncio.to_thread(shims.tail_lines, one.dir, rank, TAIL_LINES)
-                    ended = hosted.RankExited(
-                        rank, event.code, event.signal, event.stopped, tail, event.memory_peak_mib
-                    )
-                    self._hosted(one, ended)
-                case shims.ShimProblem(message=message):
-                    log.error("job %s: the shim says: %s", one.spec.id, message)
-                case shims.ShimDone():
-                    self._hosted(one, hosted.ShimDone())
-                case shims.ShimLost():
-                    self._hosted(one, hosted.ShimLost("the shim was killed, and its ranks with it"))
-                case shims.ShimStarted() | shims.ShimStopping():
-                    pass
-                case _:
-                    assert_never(event)
-
-    async def _touch_leases(self) -> None:
-        """Tell the shims that their agent lives."""
-        while True:
-            for one in self._jobs.values():
-                if one.machine.phase in (HostPhase.RUNNING, HostPhase.STOPPING):
-                    with contextlib.suppress(OSError):  # a full disk; the lease is minutes long
-                        self.site.shims.touch(one.dir)
-            await asyncio.sleep(TOUCH_S)
+            if isinstance(event, hosted.RankExited):
+                tail = await asyncio.to_thread(
+                    self.site.shims.tail_lines, one.dir, event.rank, TAIL_LINES
+                )
+                event = replace(event, tail=tail)
+            self._hosted(one, event)
 
     def _shim_config(self, one: _Job, order: GoOrder) -> shims.ShimConfig:
         spec = one.spec
@@ -719,10 +695,10 @@ class JobHost:
             for local in range(spec.slots[one.slot].processes)
         )
         return shims.ShimConfig(
-            ranks,
-            grace_s=spec.stop_grace_s,
-            mask=tuple(order.secrets.values()),
+            ranks=ranks,
             cookie=host.cookie,
+            grace_s=spec.stop_grace_s,
+            secrets=tuple(order.secrets.values()),
         )
 
     def _record(self, one: _Job) -> JobRecord:
