@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import psutil
@@ -58,8 +59,9 @@ def list_interfaces() -> tuple[Interface, ...]:
     return tuple(found[:_MAX_INTERFACES])
 
 
+@lru_cache(maxsize=16)
 def announce_addresses(
-    interfaces: Sequence[Interface], port: int, bind: str = ""
+    interfaces: tuple[Interface, ...], port: int, bind: str = ""
 ) -> tuple[Address, ...]:
     """Choose what to offer to peers, best first; virtual ones last, loopback never by itself.
 
@@ -88,8 +90,9 @@ def announce_addresses(
     return tuple(address for _, address in ranked[:_MAX_OFFERED])
 
 
+@lru_cache(maxsize=1024)  # asked for every packet; a mesh has at most 1,024 members
 def rank_addresses(
-    addresses: Iterable[Address], interfaces: Sequence[Interface]
+    addresses: tuple[Address, ...], interfaces: tuple[Interface, ...]
 ) -> tuple[Address, ...]:
     """Order a peer's addresses as this machine should dial them.
 
