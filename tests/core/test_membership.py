@@ -863,3 +863,9 @@ def test_rumour_without_room_waits_for_the_next_packet() -> None:
     queue.put(alive(1))
     assert queue.take(100, 4) == ()
     assert queue.take(GOSSIP_BYTES, 4) == (alive(1),)
+
+
+def test_rumour_too_large_for_any_packet_does_not_clog_the_queue() -> None:
+    queue = RumourQueue()
+    queue.put(Alive(record(1), signed=bytes(GOSSIP_BYTES)))
+    assert not queue

@@ -39,7 +39,7 @@ from gpulayer_mesh.core.types import AliveRecord, Incarnation, Load, MeshId, Nod
 from gpulayer_mesh.errors import RemoteProtocolError
 
 PACKET_KIND = "packet"
-RUMOURS_PER_PACKET = 8  # the smallest takes 180 B of 1200
+RUMOURS_PER_PACKET = 8  # the smallest takes 150 B of 1200
 CACHE_BYTES = 1024 * 1024  # verified rumours: 1,000 members with 2 rumours of 300 B each, and slack
 SIGNED_BYTES = 64 * 1024  # our own: one record and accusations of 200 members
 _SEQ_MAX = 2**63  # what fits every msgpack reader's signed integer

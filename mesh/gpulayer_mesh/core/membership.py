@@ -331,20 +331,25 @@ class Membership:
 
     def _riders(self, to: NodeId) -> tuple[Rumour, ...]:
         """Return the rumours for a packet to `to`; what one of us must refute comes first."""
-        front: tuple[Rumour, ...] = ()
+        must: list[Rumour] = []
         view = self._views.get(to)
         if view is not None and view.state is not ALIVE:
             if view.verdict is not None:
-                front = (view.verdict,)
+                must.append(view.verdict)
             else:
                 accusations = self._suspicions[to].accusations
-                front = (accusations.get(self._me) or next(iter(accusations.values())),)
+                must.append(accusations.get(self._me) or next(iter(accusations.values())))
         if self._accused:  # the sender missed our refutation
-            front = (*front, self._own)
-        if not front and not self._queue:
+            must.append(self._own)
+        if not must and not self._queue:
             return ()
-        room_bytes = GOSSIP_BYTES - sum(map(rumour_bytes, front))
-        return front + self._queue.take(room_bytes, self._limit)
+        room_bytes = GOSSIP_BYTES
+        front: list[Rumour] = []
+        for rumour in must:
+            if (size_bytes := rumour_bytes(rumour)) <= room_bytes:
+                room_bytes -= size_bytes
+                front.append(rumour)
+        return (*front, *self._queue.take(room_bytes, self._limit))
 
     def _gossip(self) -> None:
         config, now = self._config, self._now

@@ -15,7 +15,7 @@ from gpulayer_mesh.core.types import AliveRecord, Incarnation, Load, NodeId
 # Room for rumours in one 1200 B packet: the packet's own envelope and the largest body around
 # them take 211 B, and 1200 - 211 leaves a little slack. A record with 8 longest addresses: 873 B.
 GOSSIP_BYTES = 980
-RUMOUR_MIN_BYTES = 180  # no rumour is smaller; when less room is left, looking on is pointless
+RUMOUR_MIN_BYTES = 150  # no rumour is smaller; when less room is left, looking on is pointless
 _ENVELOPE_BYTES = 172  # array, mesh, sender, boot, seq, kind, signature, length prefix
 
 
@@ -110,8 +110,8 @@ def rumour_bytes(rumour: Rumour) -> int:
         return len(rumour.signed) + 3
     if isinstance(rumour, Alive):
         record = rumour.record
-        size = _ENVELOPE_BYTES + 20 + len(record.name) + len(record.zone)
-        return size + sum(len(a.host) + 6 for a in record.addresses)
+        size = _ENVELOPE_BYTES + 20 + len(record.name) + len(record.zone.encode())
+        return size + sum(len(a.host.encode()) + 6 for a in record.addresses)
     return _ENVELOPE_BYTES + 52
 
 
@@ -139,6 +139,8 @@ class RumourQueue:
 
     def put(self, rumour: Rumour) -> None:
         self.drop(rumour.node)
+        if rumour_bytes(rumour) > GOSSIP_BYTES:  # fits no packet: left to full-state exchange
+            return
         self._tiers[0][rumour.node] = rumour
         self._tier_of[rumour.node] = 0
 
