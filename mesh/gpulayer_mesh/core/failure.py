@@ -26,7 +26,7 @@ _PEER_LOST = re.compile(
 # The same exception types also tell of a cause of one's own.
 _OWN_CAUSE = re.compile(r"eaddrinuse|address already in use|permission denied|no space left", re.I)
 _EXCEPTION = re.compile(
-    r"^(?:\[rank\d+\]: ?)?(?:\w+\.)*(\w+(?:Error|Exception|Interrupt|Exit))(?::|$)"
+    r"^(?:\[rank\d+\]: ?)?(?:\w+\.)*([A-Z]\w*(?:Error|Exception|Interrupt|Exit))(?::|$)"
 )
 # Exceptions through which torch and the socket layer speak; any other type is the rank's own.
 _CARRIERS = re.compile(r"^(Runtime|OS|System|EOF|Timeout|BrokenPipe|Connection\w*|Dist\w+)Error$")
