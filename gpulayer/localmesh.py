@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import importlib.util
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -38,6 +39,7 @@ JOIN_S = 60.0  # 3 interpreters starting on one busy core take 5 s
 READY_S = 120.0  # each agent proves its torch once, which is an import from a cold disk
 POLL_S = 0.1
 AT_ONCE = 8  # agents starting at a time: an invitation serves 16 joiners at once
+PORT_STEP = 4  # between first choices: agents that start together should not race for one port
 STOP_S = 8.0  # for an agent to say goodbye
 JOBS_STOP_S = 15.0  # for jobs the command left behind
 _LOG_TAIL = 15  # lines of an agent that did not come up
@@ -81,6 +83,9 @@ class LocalMesh:
         self._base = base
         self._nodes = nodes
         self._agents: dict[str, subprocess.Popen[bytes]] = {}
+        # Below the ephemeral ports of Linux and macOS, away from a real agent, and random so that
+        # two local meshes do not meet. An agent takes the next free one from where it is told.
+        self._port = 16_384 + secrets.randbelow(8_192)
 
     async def start(self) -> list[str]:
         """Make the mesh, start and join the agents; return the names of all once they are ready."""
@@ -152,7 +157,9 @@ class LocalMesh:
         environ = copied_env()
         environ.pop("GPULAYER_HOME", None)
         environ.setdefault("OMP_NUM_THREADS", str(max(1, (cpus or 1) // self._nodes)))
-        arguments = ["--join", line, "--name", name, "--bind", LOOPBACK, "--state-dir", str(home)]
+        port = self._port + PORT_STEP * len(self._agents)
+        arguments = ["--join", line, "--name", name, "--bind", LOOPBACK, "--port", str(port)]
+        arguments += ["--state-dir", str(home)]
         with (home / "agent.log").open("wb") as log:
             self._agents[name] = subprocess.Popen(
                 # -P: no module of the folder the user stands in takes the place of one of ours

@@ -20,13 +20,26 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from gpulayer_mesh.errors import GpuLayerError, PlacementBusyError, PlacementError
+from gpulayer_mesh.errors import GpuLayerError, NoMeshError, PlacementBusyError, PlacementError
 
-from gpulayer.views import SGR, TABLE_WIDTH, cells, clean, clip, outcome_lines, refusal_lines
+from gpulayer.views import (
+    SGR,
+    TABLE_WIDTH,
+    cells,
+    clean,
+    clip,
+    outcome_lines,
+    plan_lines,
+    refusal_lines,
+)
 
 if TYPE_CHECKING:
     from gpulayer_mesh.core.jobspec import JobRecord
     from gpulayer_mesh.core.logrecord import LogRecord
+    from gpulayer_mesh.core.placement import Plan
+
+    from gpulayer.bundle import Bundle
+    from gpulayer.launcher import JobRequest
 
 REDRAW_S = 0.1  # a live line changes at most this often on a terminal
 PROGRESS_S = 5.0  # ... and in a file, where every change stays
@@ -35,6 +48,11 @@ _STDERR = 2  # `LogRecord.stream`; 1 is stdout, 3 a note of the shim
 _NOTE = 3
 # Cyan, green, yellow, blue, magenta and their bright forms; red is for errors.
 _RANK_COLOURS = (36, 32, 33, 34, 35, 96, 92, 93, 94, 95)
+# Wherever a mesh is missing, these are the ways to one.
+_NO_MESH_HINT = """\
+gpulayer mesh local --nodes 3 -- python train.py    (try it on this machine alone)
+gpulayer mesh create, then gpulayer mesh invite     (start a mesh here)
+gpulayer mesh join LINE                             (join one with its line)"""
 
 
 class Ui:
@@ -99,6 +117,8 @@ class Ui:
             self._line(self._err, f"gpulayer:   {clean(line)}")
         if isinstance(error, PlacementError):
             self.refusals(error)
+        if isinstance(error, NoMeshError):
+            hint = _NO_MESH_HINT
         for line in (hint or "").splitlines():
             self._line(self._err, f"gpulayer: hint: {clean(line)}")
 
@@ -106,6 +126,14 @@ class Ui:
         """Print every node and why it does not count."""
         for line in refusal_lines(error.refusals, self.tables_width - len("gpulayer:   ")):
             self._line(self._err, f"gpulayer:   {line}")
+
+    def plan(self, plan: Plan, request: JobRequest, bundle: Bundle) -> None:
+        """Print where a job is going to run and why, and what is shipped."""
+        for line in plan_lines(plan, request.name, width=self.tables_width - len("gpulayer: ")):
+            self.note(line)
+        self.note(f"bundle: {bundle.summary()}")
+        for warning in bundle.warnings:
+            self.note(f"  note: {warning}")
 
     def waiting(self, busy: PlacementBusyError) -> None:
         """Say what a request waits for; nothing waits in silence."""

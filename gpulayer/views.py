@@ -298,7 +298,7 @@ def refusal_lines(refusals: Sequence[Refusal], width: int = TABLE_WIDTH) -> list
 # Jobs
 
 
-def plan_lines(plan: Plan, *, width: int = TABLE_WIDTH) -> list[str]:
+def plan_lines(plan: Plan, name: str, *, width: int = TABLE_WIDTH) -> list[str]:
     """Return where a job goes and why, and why not to every other node."""
     per_node = {slot.processes for slot in plan.slots}
     nodes = counted(len(plan.slots), "node")
@@ -308,11 +308,11 @@ def plan_lines(plan: Plan, *, width: int = TABLE_WIDTH) -> list[str]:
         shape = f"{nodes}, {counted(plan.world_size, 'process')}"
     rows = []
     first = 0
-    for slot, (name, reason) in zip(plan.slots, plan.chosen, strict=True):
+    for slot, (node, reason) in zip(plan.slots, plan.chosen, strict=True):
         ranks = range(first, first + slot.processes)
         first += slot.processes
-        rows.append(("  rank" if len(ranks) == 1 else "  ranks", ranges(ranks), name, reason))
-    lines = [f"plan: {shape} on {plan.accelerator.value}"]
+        rows.append(("  rank" if len(ranks) == 1 else "  ranks", ranges(ranks), node, reason))
+    lines = [f"plan for {clean(name)}: {shape} on {plan.accelerator.value}"]
     lines += table(("", "", "", ""), rows, width=width, shrink=(2, 3))[1:]
     lines += [clip(clean(f"  not {r.node}: {r.reason}"), width) for r in plan.refused[:_REFUSED]]
     if len(plan.refused) > _REFUSED:

@@ -19,6 +19,7 @@ from gpulayer_mesh.core.jobspec import (
     Slot,
 )
 from gpulayer_mesh.core.logrecord import LogRecord, LogStream
+from gpulayer_mesh.core.placement import Plan
 from gpulayer_mesh.core.types import (
     Accelerator,
     Address,
@@ -417,6 +418,22 @@ def test_exit_code_of_a_state(state: JobState, code: int | None) -> None:
     assert views.exit_code(record(state)) == code
 
 
+def test_plan_names_each_node_its_ranks_and_why() -> None:
+    slots = (Slot("1" * 64, "box-1", 2, (0, 1)), Slot("2" * 64, "box-2", 1, (3,)))
+    chosen = (("box-1", "2 x H200, same zone"), ("box-2", "1 x H200, same zone, " + "x" * 200))
+    refused = tuple(Refusal(f"box-{i}", "not needed", False) for i in range(3, 20))
+    plan = Plan(slots, Accelerator.CUDA, chosen, refused, ("processes per node differ (2/1)",))
+    lines = views.plan_lines(plan, "train.py")
+    assert lines[:4] == [
+        "plan for train.py: 2 nodes, 3 processes on cuda",
+        "  ranks  0-1  box-1  2 x H200, same zone",
+        f"  rank   2    box-2  1 x H200, same zone, {'x' * 57}…",
+        "  not box-3: not needed",
+    ]
+    assert lines[-2:] == ["  not 7 more nodes", "  note: processes per node differ (2/1)"]
+    assert max(map(cells, lines)) <= 100
+
+
 # --- tables --------------------------------------------------------------------------------------
 
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fullmatch=True)
@@ -446,7 +463,7 @@ members = st.builds(
     node=st.integers(0, 2**64).map(lambda n: f"{n:064x}"),
     name=names,
     roles=st.sets(st.sampled_from(Role)).map(lambda r: tuple(sorted(r))),
-    state=st.sampled_from(NodeState),
+    state=st.none() | st.sampled_from(NodeState),
     zone=st.just("") | names,
     addresses=st.just((Address("192.168.1.7", 47433), Address("fe80::1%eth0", 47433))),
     since_s=st.floats(0, 1e7),
@@ -515,7 +532,7 @@ def test_status_row_of_a_gpu_box_says_what_is_free() -> None:
         caps=caps,
         grants=(Grant("k7f2k7f2k7", 1, (0,)),),
     )
-    laptop = member("laptop", roles=(Role.LAUNCHER, Role.ADMIN), state=NodeState.DEAD)
+    laptop = member("laptop", roles=(Role.LAUNCHER, Role.ADMIN), state=None)
     here = member("box-2", heard_s=0.0)
     snapshot = Snapshot("a" * 64, here.node, 3, (box, laptop, here))
     assert [re.split(r" {2,}", row) for row in views.status_lines(snapshot)] == [
