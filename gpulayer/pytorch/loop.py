@@ -238,8 +238,7 @@ class FitLoop:
         warnings.warn(text, stacklevel=3)
         self._is_last = True
         self._step_by_epoch(plateau=False)
-        whole_epochs = self.trainer.val_check_interval == 1.0 or self.val_check_batch == _INF
-        if self.evaluation is not None and whole_epochs and self._validating_epoch():
+        if self.evaluation is not None and self._validation_due():
             self._validate()
         return True
 
@@ -395,7 +394,7 @@ class FitLoop:
                     hint="check_val_every_n_epoch=None counts batches across epochs",
                 )
             return interval
-        if self.num_batches == _INF or data.length(self.loader) == _INF:
+        if self.num_batches == _INF:
             if interval != 1.0:
                 raise ArgumentError(
                     f"val_check_interval={interval} is a fraction, but the training loader has no "
@@ -417,6 +416,8 @@ class FitLoop:
             return True
         if self.val_check_batch == _INF:
             return self._is_last
+        if self._is_last and self._batch_idx + 1 < self.num_batches:  # shorter than announced
+            return trainer.val_check_interval == 1.0
         across = trainer.check_val_every_n_epoch is None
         done = trainer._total_batches if across else self._batch_idx + 1
         return done % self.val_check_batch == 0

@@ -66,13 +66,14 @@ class Entry:
     """One logged name in one hook (and loader)."""
 
     __slots__ = (
-        "computed", "dataloader_idx", "dtype", "epoch_name", "fresh", "fx", "last", "logger",
-        "name", "on_epoch", "on_step", "options", "prog_bar", "step_name", "sync", "total",
-        "weight",
+        "computed", "dataloader_idx", "dtype", "epoch_name", "fresh", "fx", "hook", "last",
+        "logger", "name", "on_epoch", "on_step", "options", "prog_bar", "step_name", "sync",
+        "total", "weight",
     )  # fmt: skip
 
     def __init__(
         self,
+        hook: str,
         name: str,
         fx: str,
         on_step: bool,
@@ -86,6 +87,7 @@ class Entry:
     ) -> None:
         forked = on_step and on_epoch
         loader = f"/dataloader_idx_{dataloader_idx}" if suffix else ""
+        self.hook = hook
         self.name = name + loader
         self.step_name = (f"{name}_step" if forked else name) + loader
         self.epoch_name = (f"{name}_epoch" if forked else name) + loader
@@ -121,8 +123,8 @@ class Entry:
         )
         plain = self.name.rpartition("/")[0] if suffix else self.name
         return json.dumps(
-            [plain, self.fx, self.on_step, self.on_epoch, self.prog_bar, self.logger, True,
-             self.dataloader_idx, suffix]
+            [self.hook, plain, self.fx, self.on_step, self.on_epoch, self.prog_bar, self.logger,
+             True, self.dataloader_idx, suffix]
         )  # fmt: skip
 
 
@@ -367,6 +369,7 @@ class Metrics:
                 hint="leave it out of the name, or pass add_dataloader_idx=False",
             )
         return Entry(
+            self.hook,
             name,
             _FUNCTIONS[fx],
             on_step=defaults[0] if on_step is None else on_step,

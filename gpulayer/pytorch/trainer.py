@@ -245,9 +245,7 @@ class Trainer:
                 loader = self._load_training_data()
                 runtime.agree("the number of training batches", _plain(self._num_training_batches))
                 self._warn_at_start(model)
-                FitLoop(
-                    self, model, loader, self._num_training_batches, evaluation, wrapped
-                ).run()
+                FitLoop(self, model, loader, self._num_training_batches, evaluation, wrapped).run()
         finally:
             if self._file is not None:
                 self._file.flush()
