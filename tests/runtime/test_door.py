@@ -95,6 +95,7 @@ class Box:
             routes=[
                 Route("GET", "/v1/ping", self.ping),
                 Route("POST", "/v1/echo", self.echo, max_body=1000),
+                Route("POST", "/v1/manifest", self.echo, max_body=4 << 20),
                 Route("POST", "/v1/jobs/{id}/reserve", self.echo, Role.LAUNCHER),
                 Route("DELETE", "/v1/members/{node}", self.echo, Role.ADMIN),
                 Route("GET", "/v1/jobs/{id}/logs", self.logs),
@@ -439,6 +440,11 @@ async def test_body_at_its_limit_is_taken(box: Box, laptop: Dialer) -> None:
     assert await laptop.request(box.node, box.addresses, "POST", "/v1/echo", body=body) == body
     with pytest.raises(RemoteProtocolError, match="exceeds the limit of 1000"):
         await laptop.request(box.node, box.addresses, "POST", "/v1/echo", body=body + b"x")
+
+
+async def test_megabytes_go_both_ways(box: Box, laptop: Dialer) -> None:
+    body = bytes(range(256)) * (3 << 12)
+    assert await laptop.request(box.node, box.addresses, "POST", "/v1/manifest", body=body) == body
 
 
 async def test_other_protocol_version_is_told_so_on_both_sides(mesh: Mesh, box: Box) -> None:

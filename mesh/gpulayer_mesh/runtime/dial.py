@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import io
 import re
 import ssl
 from asyncio import staggered
@@ -244,7 +245,8 @@ class Dialer:
                     return await self._session.request(
                         method,
                         url,
-                        data=body or None,
+                        # A file is sent in pieces: manifests of 32 MiB must not stall the loop.
+                        data=io.BytesIO(body) if body else None,
                         headers=headers,
                         timeout=timeout,
                         allow_redirects=False,
