@@ -379,10 +379,14 @@ class KeptJob:
                 self._move(now, event, Stage.SETTLING, now + SETTLE_S)
             elif all(host.succeeded for host in hosts):
                 self._stop_all(now, event, FAILURE_GRACE_S)
-        if self.stage is Stage.SETTLING:
-            self.failure = self._find_failure(now) or self.failure
-            everything = all(host.over or host.ranks_gone for host in hosts)
-            if everything or (self._late(now) and not self._wait_for_cause(now)):
+        if self.stage is Stage.SETTLING and self.failure is not None:
+            weak = self.failure.rank is not None and self._rank_cause(now) is None
+            better = self._find_failure(now) if weak else self._rank_cause(now)
+            self.failure = better or self.failure
+            # As long as ranks only tell of a lost peer, its own report may be on its way.
+            weak = weak and self.failure.rank is not None
+            self._deadline = self._failed_at + (SETTLE_CAUSE_S if weak else SETTLE_S)
+            if self._late(now) or all(host.over or host.ranks_gone for host in hosts):
                 self._stop_all(now, event, FAILURE_GRACE_S)
         if self.stage is Stage.STOPPING:
             if self.failure is not None and self.failure.rank is not None:
@@ -449,15 +453,6 @@ class KeptJob:
         return Failure(
             None, late[0].slot.name, 1, f"not started within {START_S:g} s: {states}{more}"
         )
-
-    def _wait_for_cause(self, now: float) -> bool:
-        """So far ranks only tell of a lost peer: the peer's own report may be on its way."""
-        if self.failure is None or self.failure.rank is None or self._rank_cause(now) is not None:
-            return False
-        if now >= self._failed_at + SETTLE_CAUSE_S:
-            return False
-        self._deadline = self._failed_at + SETTLE_CAUSE_S
-        return True
 
     # Effects
 

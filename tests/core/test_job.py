@@ -1,0 +1,395 @@
+"""The keeper: start together, first failure by cause, stop, lost nodes, an end in every case."""
+
+from __future__ import annotations
+
+import pytest
+from gpulayer_mesh.core.job import (
+    CALL_S,
+    END_S,
+    FAILURE_GRACE_S,
+    GO_S,
+    HOST_LOST_S,
+    KILL_S,
+    RENEW_S,
+    SETTLE_CAUSE_S,
+    SETTLE_S,
+    START_S,
+    Effect,
+    Event,
+    Go,
+    HostReported,
+    KeptJob,
+    RecordChanged,
+    RenewHost,
+    ReportFailed,
+    Stage,
+    StartHost,
+    StopHost,
+    StopRequested,
+    Tick,
+)
+from gpulayer_mesh.core.jobspec import (
+    HostPhase,
+    HostReport,
+    JobRecord,
+    JobState,
+    RankState,
+    RankStatus,
+)
+from gpulayer_mesh.errors import IllegalTransitionError, RemoteProtocolError
+from job_cases import JOB, ORDER, exited, node, report, running, spec
+
+RUNNING, STOPPING, ENDED, STAGED = (
+    HostPhase.RUNNING,
+    HostPhase.STOPPING,
+    HostPhase.ENDED,
+    HostPhase.STAGED,
+)
+GLOO = "RuntimeError: gloo: Connection closed by peer [10.0.0.2]:1"
+
+
+class Keeper:
+    """Drives one machine and checks its invariants after every event."""
+
+    def __init__(self, *processes: int) -> None:
+        self.now = 50.0
+        self.job = KeptJob(spec(*(processes or (1, 1, 1))), now=self.now)
+        self.records: list[JobRecord] = []
+
+    def do(self, event: Event, after: float = 0.0) -> list[Effect]:
+        self.now += after
+        effects = self.job.handle(self.now, event)
+        self.job.check()
+        self.records += [effect.record for effect in effects if isinstance(effect, RecordChanged)]
+        return [effect for effect in effects if not isinstance(effect, RecordChanged)]
+
+    def hear(self, what: HostReport, after: float = 0.0) -> list[Effect]:
+        return self.do(HostReported(what), after)
+
+    def run(self) -> Keeper:
+        self.do(Go(ORDER))
+        for index, slot in enumerate(self.job.spec.slots):
+            first = self.job._hosts[slot.node].first_rank
+            ranks = (running(first + i) for i in range(slot.processes))
+            self.hear(report(index, RUNNING, *ranks))
+        assert self.state is JobState.RUNNING
+        return self
+
+    def wait(self, seconds: float, *silent: int) -> list[Effect]:
+        """Let time pass with every host but the silent ones answering their calls."""
+        effects: list[Effect] = []
+        end = self.now + seconds
+        while True:
+            at = self.job.next_timeout()
+            if at is None or at > end:
+                self.now = end
+                return effects
+            new = self.do(Tick(), max(0.0, at - self.now))
+            effects += new
+            for effect in new:
+                index = next(i for i in range(9) if node(i) == effect.node)  # type: ignore[union-attr]
+                if index not in silent:
+                    self.hear(self.job._hosts[node(index)].report)
+
+    @property
+    def state(self) -> JobState:
+        return self.job.state
+
+    @property
+    def failed(self) -> tuple[int | None, str, int, str]:
+        failure = self.job.failure
+        assert failure is not None
+        return failure.rank, failure.node, failure.code, failure.reason
+
+
+def test_all_hosts_start_at_once_and_the_job_succeeds_when_all_are_gone() -> None:
+    keeper = Keeper(1, 1)
+    assert keeper.do(Go(ORDER)) == [StartHost(node(0), ORDER), StartHost(node(1), ORDER)]
+    keeper.hear(report(0, RUNNING, running(0)))
+    assert keeper.state is JobState.STARTING
+    keeper.hear(report(1, RUNNING, running(1)), 1)
+    assert keeper.state is JobState.RUNNING
+    keeper.wait(60)
+    keeper.hear(report(0, STOPPING, exited(0)))
+    keeper.hear(report(0, ENDED, exited(0)), 1)
+    assert keeper.state is JobState.RUNNING
+    keeper.hear(report(1, STOPPING, exited(1)), 1)
+    keeper.hear(report(1, ENDED, exited(1)), 1)
+    assert keeper.state is JobState.SUCCEEDED
+    record = keeper.records[-1]
+    assert (record.state, record.failure, record.age_s) == (JobState.SUCCEEDED, None, 64.0)
+    assert [r.ranks[0].ended_age_s for r in record.reports] == [3.0, 1.0]
+    assert keeper.job.next_timeout() is None
+
+
+def test_secrets_never_reach_the_record_and_are_dropped_once_all_run() -> None:
+    keeper = Keeper().run()
+    assert "canary" not in repr(keeper.records)
+    assert keeper.job._order is None
+
+
+def test_second_go_is_no_second_start() -> None:
+    keeper = Keeper()
+    keeper.do(Go(ORDER))
+    assert keeper.do(Go(ORDER)) == []
+    keeper.run()
+    assert keeper.do(Go(ORDER)) == []
+
+
+def test_keeper_without_a_go_forgets_the_job() -> None:
+    keeper = Keeper()
+    assert keeper.job.next_timeout() == keeper.now + GO_S
+    keeper.do(Tick(), GO_S)
+    assert keeper.state is JobState.CANCELLED
+    assert keeper.job.cause == "no go order within 30 s"
+
+
+def test_start_is_repeated_until_the_host_has_it() -> None:
+    keeper = Keeper(1, 1)
+    keeper.do(Go(ORDER))
+    keeper.hear(report(0, RUNNING, running(0)))
+    keeper.do(ReportFailed(node(1), "connection refused"))
+    assert keeper.do(Tick(), RENEW_S) == [RenewHost(node(0)), StartHost(node(1), ORDER)]
+    keeper.hear(report(1, STAGED, RankStatus(1, RankState.WAITING)))
+    assert StartHost(node(1), ORDER) in keeper.do(Tick(), RENEW_S)
+    keeper.hear(report(1, RUNNING, RankStatus(1, RankState.WAITING)))
+    assert keeper.state is JobState.STARTING
+    keeper.hear(report(1, RUNNING, running(1)))
+    assert keeper.state is JobState.RUNNING
+
+
+def test_host_that_starts_nothing_is_named_with_its_last_state() -> None:
+    keeper = Keeper()
+    keeper.do(Go(ORDER))
+    keeper.hear(report(0, RUNNING, running(0)))
+    keeper.hear(report(1, STAGED, RankStatus(1, RankState.WAITING)))
+    keeper.do(ReportFailed(node(2), "connection refused"))
+    effects = keeper.wait(START_S + SETTLE_S, 2)
+    assert StopHost(node(0), FAILURE_GRACE_S, False) in effects
+    rank, name, code, reason = keeper.failed
+    assert (rank, name, code) == (None, "box-1", 1)
+    assert reason == "not started within 60 s: box-1 (staged), box-2 (connection refused)"
+
+
+def test_host_problem_while_starting_fails_the_job_at_once() -> None:
+    keeper = Keeper()
+    keeper.do(Go(ORDER))
+    problem = "rank 1 did not start within 30 s"
+    keeper.hear(report(1, STOPPING, RankStatus(1, RankState.WAITING), problem=problem))
+    keeper.wait(SETTLE_S)
+    assert keeper.failed == (None, "box-1", 1, f"node box-1: {problem}")
+    assert keeper.job.stage is Stage.STOPPING
+
+
+def test_first_failure_is_chosen_by_cause_and_all_others_are_stopped() -> None:
+    keeper = Keeper().run()
+    keeper.hear(report(0, STOPPING, exited(0, 1, GLOO)), 10)
+    assert keeper.state is JobState.RUNNING
+    keeper.hear(report(1, STOPPING, exited(1, 7, "ValueError: boom", age=0.4)), 0.5)
+    effects = keeper.wait(SETTLE_S)
+    assert effects == [StopHost(node(i), FAILURE_GRACE_S, False) for i in range(3)]
+    assert keeper.failed == (1, "box-1", 7, "exit code 7")
+    keeper.hear(report(0, ENDED, exited(0, 1, GLOO)))
+    keeper.hear(report(1, ENDED, exited(1, 7, "ValueError: boom")))
+    assert keeper.state is JobState.RUNNING
+    keeper.hear(report(2, ENDED, exited(2, None, signal=15, stopped=True)))
+    assert keeper.state is JobState.FAILED
+    assert keeper.records[-1].failure == keeper.job.failure
+    assert keeper.job.failure is not None
+    assert keeper.job.failure.tail == ("ValueError: boom",)
+
+
+def test_lost_peer_alone_waits_longer_for_the_cause() -> None:
+    keeper = Keeper().run()
+    keeper.hear(report(0, STOPPING, exited(0, 1, GLOO)))
+    keeper.wait(SETTLE_S + 0.5)
+    assert keeper.job.stage is Stage.SETTLING
+    keeper.hear(report(1, STOPPING, exited(1, None, signal=11)))
+    assert keeper.job.stage is Stage.STOPPING
+    assert keeper.failed[:3] == (1, "box-1", 139)
+
+
+def test_lost_peer_with_no_cause_in_sight_still_fails() -> None:
+    keeper = Keeper().run()
+    keeper.hear(report(0, STOPPING, exited(0, 1, GLOO)))
+    keeper.wait(SETTLE_CAUSE_S)
+    assert keeper.job.stage is Stage.STOPPING
+    assert keeper.failed[:3] == (0, "box-0", 1)
+
+
+def test_cause_that_arrives_while_stopping_still_explains_better() -> None:
+    keeper = Keeper().run()
+    keeper.hear(report(0, STOPPING, exited(0, 1, GLOO)))
+    keeper.wait(SETTLE_CAUSE_S)
+    keeper.hear(report(1, ENDED, exited(1, 3, "KeyError: 'x'")))
+    assert keeper.failed[0] == 1
+    keeper.hear(report(2, ENDED, exited(2, 4, "KeyError: 'y'")), 1)
+    assert keeper.failed[0] == 1
+
+
+def test_all_ranks_exited_ends_the_wait_at_once() -> None:
+    keeper = Keeper(1, 1).run()
+    keeper.hear(report(0, ENDED, exited(0, 1, GLOO)))
+    keeper.hear(report(1, ENDED, exited(1, 5)))
+    assert keeper.state is JobState.FAILED
+    assert keeper.failed[2] == 5
+
+
+def test_one_call_is_in_flight_per_host() -> None:
+    keeper = Keeper(1, 1).run()
+    assert keeper.do(Tick(), RENEW_S) == [RenewHost(node(0)), RenewHost(node(1))]
+    assert keeper.do(Tick(), RENEW_S) == []
+    assert keeper.hear(report(0, RUNNING, running(0))) == [RenewHost(node(0))]
+    assert keeper.hear(report(0, RUNNING, running(0))) == []
+    assert keeper.do(Tick(), CALL_S - RENEW_S) == [RenewHost(node(0)), RenewHost(node(1))]
+
+
+def test_silent_node_is_lost_and_not_waited_for() -> None:
+    keeper = Keeper().run()
+    keeper.do(ReportFailed(node(2), "no route to host"), 0.5)
+    effects = keeper.wait(HOST_LOST_S + SETTLE_S, 2)
+    assert StopHost(node(2), FAILURE_GRACE_S, False) not in effects
+    assert StopHost(node(1), FAILURE_GRACE_S, False) in effects
+    assert keeper.failed[:2] == (None, "box-2")
+    assert keeper.failed[3].startswith("node lost: box-2 did not answer for 20 s (")
+    keeper.hear(report(0, ENDED, exited(0, None, signal=9, stopped=True)))
+    keeper.hear(report(1, ENDED, exited(1, None, signal=9, stopped=True)))
+    assert keeper.state is JobState.FAILED
+    assert keeper.now - 50.0 < 30.0
+
+
+def test_late_answer_of_a_restarted_agent_is_no_sign_of_life() -> None:
+    keeper = Keeper(1, 1).run()
+    for _ in range(11):
+        keeper.hear(report(0, RUNNING, running(0)), RENEW_S)
+        keeper.hear(report(1, HostPhase.RESERVED, RankStatus(1, RankState.WAITING)))
+    assert keeper.failed[:2] == (None, "box-1")
+
+
+def test_node_lost_explains_the_lost_peers() -> None:
+    keeper = Keeper().run()
+    keeper.wait(HOST_LOST_S - 2, 2)
+    keeper.hear(report(0, STOPPING, exited(0, 1, GLOO)))
+    keeper.wait(SETTLE_CAUSE_S + SETTLE_S, 2)
+    assert keeper.failed[3].startswith("node lost: box-2")
+
+
+def test_stop_is_graceful_and_idempotent_and_ends_as_cancelled() -> None:
+    keeper = Keeper(1, 1).run()
+    assert keeper.do(StopRequested("laptop")) == [
+        StopHost(node(0), 30.0, False),
+        StopHost(node(1), 30.0, False),
+    ]
+    assert keeper.do(StopRequested("laptop")) == []
+    keeper.hear(report(0, ENDED, exited(0, 1, stopped=True)))
+    keeper.hear(report(1, ENDED, exited(1, 0)))
+    assert keeper.state is JobState.CANCELLED
+    assert (keeper.job.cause, keeper.job.failure) == ("stopped by laptop", None)
+
+
+def test_kill_skips_the_grace() -> None:
+    keeper = Keeper(1, 1).run()
+    keeper.do(StopRequested("laptop", grace_s=600.0))
+    kill = [StopHost(node(0), 0.0, True), StopHost(node(1), 0.0, True)]
+    assert keeper.do(StopRequested("laptop", kill=True), 1) == kill
+    assert keeper.do(StopRequested("laptop", kill=True)) == []
+    keeper = Keeper(1, 1).run()
+    assert keeper.do(StopRequested("laptop", kill=True)) == kill
+
+
+def test_stop_while_starting_and_before_go() -> None:
+    keeper = Keeper(1)
+    keeper.do(StopRequested("laptop"))
+    assert keeper.state is JobState.CANCELLED
+    keeper = Keeper(1)
+    keeper.do(Go(ORDER))
+    keeper.do(StopRequested("laptop"), 1)
+    keeper.hear(report(0, ENDED, RankStatus(0, RankState.WAITING), problem="stopped before"))
+    assert (keeper.state, keeper.job.failure) == (JobState.CANCELLED, None)
+
+
+def test_stop_after_a_failure_does_not_hide_it() -> None:
+    keeper = Keeper(1, 1).run()
+    keeper.hear(report(0, STOPPING, exited(0, 9)))
+    keeper.do(StopRequested("laptop", kill=True))
+    keeper.hear(report(0, ENDED, exited(0, 9)))
+    keeper.hear(report(1, ENDED, exited(1, None, signal=9, stopped=True)))
+    assert (keeper.state, keeper.failed[2]) == (JobState.FAILED, 9)
+
+
+def test_hosts_that_never_confirm_are_killed_and_then_given_up() -> None:
+    keeper = Keeper(1, 1).run()
+    keeper.do(StopRequested("laptop", grace_s=3.0))
+    effects = keeper.wait(3.0 + END_S)
+    assert StopHost(node(1), 0.0, True) in effects
+    keeper.wait(KILL_S)
+    assert keeper.state is JobState.CANCELLED
+
+
+def test_ranks_stopped_by_their_own_node_are_no_success() -> None:
+    keeper = Keeper(1, 1).run()
+    keeper.hear(report(1, ENDED, exited(1, None, signal=15, stopped=True)))
+    keeper.wait(SETTLE_S)
+    assert keeper.failed == (None, "box-1", 1, "ranks on box-1 were stopped there")
+
+
+def test_duplicate_and_older_reports_change_nothing() -> None:
+    keeper = Keeper(2, 1).run()
+    keeper.hear(report(0, RUNNING, exited(0, 0), running(1)))
+    seen = len(keeper.records)
+    keeper.hear(report(0, RUNNING, exited(0, 0, age=3.0), running(1)), 3)
+    keeper.hear(report(0, RUNNING, running(0), running(1)))
+    keeper.hear(report(0, STAGED, RankStatus(0, RankState.WAITING)))
+    assert len(keeper.records) == seen
+    assert keeper.job.record(keeper.now).reports[0].ranks[0].ended_age_s == 3.0
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        HostReport("k7f2k7f2k7", node(0), RUNNING),
+        HostReport(JOB, node(9), RUNNING),
+        report(0, RUNNING, running(1)),
+        report(1, RUNNING, running(1), running(1)),
+    ],
+)
+def test_report_that_is_not_the_hosts_own_is_refused_and_changes_nothing(bad: HostReport) -> None:
+    keeper = Keeper().run()
+    before = keeper.job.record(keeper.now)
+    with pytest.raises(RemoteProtocolError):
+        keeper.hear(bad)
+    assert keeper.job.record(keeper.now) == before
+
+
+def test_resumed_keeper_goes_on_where_it_was() -> None:
+    keeper = Keeper(1, 1).run()
+    keeper.hear(report(0, STOPPING, exited(0)), 5)
+    job = KeptJob.resume(keeper.job.record(keeper.now), now=7.0)
+    job.check()
+    assert job.state is JobState.RUNNING
+    assert job.handle(7.0, Tick()) == [RenewHost(node(0)), RenewHost(node(1))]
+    job.handle(8.0, HostReported(report(0, ENDED, exited(0))))
+    job.handle(8.0, HostReported(report(1, ENDED, exited(1))))
+    assert job.state is JobState.SUCCEEDED
+    assert job.record(8.0).age_s == 6.0
+
+
+def test_resumed_keeper_stops_what_was_starting_failing_or_cancelled() -> None:
+    keeper = Keeper(1, 1)
+    keeper.do(Go(ORDER))
+    job = KeptJob.resume(keeper.job.record(keeper.now), now=0.0)
+    assert job.failure is not None
+    assert job.handle(0.0, Tick())[0] == StopHost(node(0), FAILURE_GRACE_S, False)
+    keeper.run()
+    keeper.do(StopRequested("laptop"))
+    job = KeptJob.resume(keeper.job.record(keeper.now), now=0.0)
+    assert job.handle(0.0, Tick())[0] == StopHost(node(0), 30.0, False)
+    for index in range(2):
+        job.handle(1.0, HostReported(report(index, ENDED, exited(index, 0, stopped=True))))
+    assert job.state is JobState.CANCELLED
+
+
+def test_illegal_move_carries_the_history() -> None:
+    keeper = Keeper().run()
+    with pytest.raises(IllegalTransitionError, match="starting->running"):
+        keeper.job._move(keeper.now, Tick(), Stage.WAITING, None)
