@@ -97,6 +97,7 @@ def test_core_is_pure() -> None:
 
 def test_runtime_modules_do_not_know_each_other() -> None:
     ours = ("gpulayer_mesh.core", "gpulayer_mesh.errors", "gpulayer_mesh.config")
+    ours += ("gpulayer_mesh.sockets",)
 
     def allowed(name: str, module: str) -> bool:
         return (
