@@ -124,18 +124,17 @@ def plan(request: Request, snapshot: Snapshot) -> Plan:
     """
     _check_request(request)
     wanted = _target(request.target, snapshot)
-    attempts = [
-        _agreeing(_look(request, accelerator, snapshot, wanted), request)
-        for accelerator in _accelerators(request)
-    ]
-    for place, attempt in enumerate(attempts):
+    attempts: list[_Attempt] = []
+    for accelerator in _accelerators(request):
+        attempt = _agreeing(_look(request, accelerator, snapshot, wanted), request)
         if len(attempt.fits) >= request.nodes:
-            return _choose(attempt, request, passed_over=attempts[:place])
+            return _choose(attempt, request, passed_over=attempts)
+        attempts.append(attempt)
         if attempt.ever >= request.nodes:
             break
     else:
         # Nothing fits for certain; the accelerator that comes closest explains best.
-        attempt = max(attempts, key=lambda a: (a.hoped >= request.nodes, a.hoped))
+        attempt = max(reversed(attempts), key=lambda a: (a.hoped >= request.nodes, a.hoped))
     refusals = tuple(attempt.refused)
     if attempt.hoped >= request.nodes:
         raise PlacementBusyError(
@@ -251,6 +250,8 @@ def _unusable(
         return "does not accept jobs: not a worker", True
     if not meant:
         return "is not among the targets", True
+    if member.state is None:
+        return "runs no agent", True
     if member.state is NodeState.SUSPECT:
         return f"is suspect: no answer for {_silence(member)}", False
     if member.state is NodeState.LEFT:

@@ -1,0 +1,446 @@
+"""Placement: who is chosen and why, who is refused and whether waiting helps."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from gpulayer_mesh.core.placement import Plan, Request, plan
+from gpulayer_mesh.core.types import (
+    Accelerator,
+    Capabilities,
+    Device,
+    Grant,
+    MemberSnapshot,
+    NodeState,
+    Role,
+    Snapshot,
+    TorchAbilities,
+)
+from gpulayer_mesh.errors import ConfigError, PlacementBusyError, PlacementError, Refusal
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from job_cases import node
+
+CPU, CUDA, ROCM, MPS = Accelerator.CPU, Accelerator.CUDA, Accelerator.ROCM, Accelerator.MPS
+
+
+def caps(
+    gpus: int = 0,
+    *,
+    kind: Accelerator = CUDA,
+    cpus: int = 8,
+    torch: str | None = "2.13.0+cpu",
+    python: str = "3.11.7",
+    os: str = "Linux 6.8 x86_64",
+    model: str = "RTX 3070",
+    free_mib: int = 8000,
+    busy: tuple[int, ...] = (),
+    links: tuple[tuple[str, ...], ...] = (),
+) -> Capabilities:
+    devices = tuple(
+        Device(
+            kind,
+            i,
+            model,
+            f"GPU-{i}",
+            8192,
+            free_mib,
+            int(i in busy),
+            links[i] if i < len(links) else (),
+        )
+        for i in range(gpus)
+    )
+    abilities = (CPU, kind) if gpus else (CPU,)
+    return Capabilities(
+        cpus,
+        32000,
+        16000,
+        100_000,
+        os,
+        python,
+        "0.1.0",
+        None if torch is None else TorchAbilities(torch, abilities, ("gloo",)),
+        devices,
+    )
+
+
+def member(name: str, have: Capabilities | None = None, **fields: object) -> MemberSnapshot:
+    number = sum(ord(char) * 31**place for place, char in enumerate(name))
+    known: dict[str, object] = {
+        "node": node(number),
+        "name": name,
+        "roles": (Role.WORKER,),
+        "state": NodeState.ALIVE,
+        "rtt_ms": 1.0,
+        "caps": have or caps(),
+    }
+    return MemberSnapshot(**(known | fields))  # type: ignore[arg-type]
+
+
+def mesh(*members: MemberSnapshot) -> Snapshot:
+    return Snapshot("a" * 64, "", 1, members)
+
+
+def names(found: Plan) -> list[str]:
+    return [slot.name for slot in found.slots]
+
+
+def why(refused: tuple[Refusal, ...], name: str) -> Refusal:
+    (found,) = [refusal for refusal in refused if refusal.node == name]
+    return found
+
+
+def never(request: Request, snapshot: Snapshot) -> PlacementError:
+    with pytest.raises(PlacementError) as caught:
+        plan(request, snapshot)
+    assert not isinstance(caught.value, PlacementBusyError)
+    assert len(caught.value.refusals) <= len(snapshot.members)
+    return caught.value
+
+
+def busy(request: Request, snapshot: Snapshot) -> PlacementBusyError:
+    with pytest.raises(PlacementBusyError) as caught:
+        plan(request, snapshot)
+    return caught.value
+
+
+def test_unequal_nodes_give_every_free_device() -> None:
+    found = plan(
+        Request(nodes=3), mesh(member("a", caps(1)), member("b", caps(2)), member("c", caps(1)))
+    )
+    assert [(slot.name, slot.devices) for slot in found.slots] == [
+        ("b", (0, 1)),
+        ("a", (0,)),
+        ("c", (0,)),
+    ]
+    assert (found.world_size, found.accelerator) == (4, CUDA)
+    assert any("2/1/1" in warning for warning in found.warnings)
+
+
+def test_one_process_where_there_is_no_device() -> None:
+    found = plan(Request(nodes=2), mesh(member("a"), member("b")))
+    assert [(slot.processes, slot.devices) for slot in found.slots] == [(1, ()), (1, ())]
+    assert (found.accelerator, found.warnings) == (CPU, ())
+
+
+def test_accelerators_are_never_mixed_and_the_reason_is_told() -> None:
+    members = [member("gpu", caps(1)), member("cpu-1"), member("cpu-2")]
+    found = plan(Request(nodes=3), mesh(*members))
+    assert found.accelerator is CPU
+    assert found.warnings == ("cpu on every node: only 1 of 3 have cuda",)
+    assert all(slot.devices == () for slot in found.slots)
+    found = plan(Request(nodes=1), mesh(*members))
+    assert (found.accelerator, names(found)) == (CUDA, ["gpu"])
+
+
+def test_every_other_member_is_refused_with_its_reason() -> None:
+    members = (
+        member("fits", caps(2)),
+        member("launcher", roles=(Role.LAUNCHER,)),
+        member("dead", state=NodeState.DEAD, heard_s=41.0),
+        member("left", state=NodeState.LEFT),
+        member("off", state=None),
+        member("suspect", state=NodeState.SUSPECT, since_s=3.0),
+        member("new", replace(caps(), torch=None)),
+        member("plain"),
+        member("held", caps(2), grants=(Grant("k7f2", 1, (0,)),)),
+        member("gamer", caps(2, busy=(1,))),
+        member("broken", replace(caps(2), torch=caps(0).torch)),
+    )
+    found = plan(Request(devices=2, accelerator=CUDA), mesh(*members))
+    assert names(found) == ["fits"]
+    expected = {
+        "launcher": ("does not accept jobs: not a worker", True),
+        "dead": ("is dead: no answer for 41 s", True),
+        "left": ("has left: its agent was stopped", True),
+        "off": ("runs no agent", True),
+        "suspect": ("is suspect: no answer for 3 s", False),
+        "new": ("has no torch, or is still testing it", False),
+        "plain": ("has no cuda device", True),
+        "held": ("2 cuda devices asked, 1 free: busy with job k7f2", False),
+        "gamer": ("2 cuda devices asked, 1 free: busy with other programs", False),
+        "broken": ("its torch 2.13.0+cpu cannot drive cuda", True),
+    }
+    assert {r.node: (r.reason, r.for_ever) for r in found.refused} == expected
+    assert found.chosen == (("fits", "2 x RTX 3070, 8 GiB free, 1.0 ms away"),)
+
+
+def test_never_and_busy_are_told_apart() -> None:
+    held = member("held", caps(1), grants=(Grant("k7f2", 1, (0,)),))
+    error = busy(Request(nodes=2, accelerator=CUDA), mesh(member("a", caps(1)), held))
+    assert "1 free now: held 1 cuda devices asked, 0 free: busy with job k7f2" in error.message
+    error = never(Request(nodes=3, accelerator=CUDA), mesh(member("a", caps(1)), held))
+    assert "only 2 of the mesh's 2 members" in error.message
+    assert never(Request(), mesh()).refusals == ()
+
+
+def test_busy_gpu_is_waited_for_instead_of_falling_back_to_the_cpu() -> None:
+    held = member("held", caps(1), grants=(Grant("k7f2", 1, (0,)),))
+    assert "k7f2" in busy(Request(), mesh(held, member("cpu"))).message
+
+
+def test_nodes_still_testing_their_torch_are_waited_for() -> None:
+    fresh = member("fresh", replace(caps(), torch=None))
+    assert "still testing" in busy(Request(nodes=2), mesh(member("a"), fresh)).message
+    assert names(plan(Request(torch=False), mesh(fresh))) == ["fresh"]
+    unknown = replace(fresh, caps=None)
+    assert not busy(Request(torch=False), mesh(unknown)).refusals[0].for_ever
+
+
+def test_cpu_node_takes_jobs_up_to_its_cpus() -> None:
+    full = member("box", caps(cpus=2), grants=(Grant("k7f2", 2),))
+    assert "busy with job k7f2" in busy(Request(), mesh(full)).message
+    assert never(Request(devices=3), mesh(full)).refusals[0].reason == (
+        "3 processes asked, it has 2 CPUs"
+    )
+    gpu_job = member("box", caps(1, cpus=2), grants=(Grant("k7f2", 1, (0,)),))
+    assert names(plan(Request(accelerator=CPU, devices=2), mesh(gpu_job))) == ["box"]
+
+
+def test_largest_agreeing_group_is_used() -> None:
+    members = [
+        member("a"),
+        member("b", caps(python="3.11.9", torch="2.13.1")),
+        member("old", caps(torch="2.12.0")),
+        member("newer", caps(python="3.13.1")),
+    ]
+    found = plan(Request(nodes=2), mesh(*members))
+    assert sorted(names(found)) == ["a", "b"]
+    assert found.warnings == (
+        "Python differs: 3.11.7, 3.11.9",
+        "torch differs: 2.13.0+cpu, 2.13.1",
+    )
+    assert why(found.refused, "old") == Refusal(
+        "old", "torch 2.12 and Python 3.11, the others have torch 2.13 and Python 3.11", True
+    )
+    error = never(Request(nodes=4), mesh(*members))
+    assert why(error.refusals, "newer").reason.startswith("torch 2.13 and Python 3.13, the others")
+    assert names(plan(Request(target="old"), mesh(*members))) == ["old"]
+
+
+def test_busy_majority_is_waited_for_only_if_no_free_group_is_large_enough() -> None:
+    held = {"grants": (Grant("k7f2", 8),)}
+    members = [member(n, **held) for n in "abc"]  # type: ignore[arg-type]
+    members += [member(n, caps(torch="2.12.0")) for n in "xy"]
+    assert sorted(names(plan(Request(nodes=2), mesh(*members)))) == ["x", "y"]
+    assert busy(Request(nodes=3), mesh(*members)).refusals
+
+
+def test_same_zone_and_hardware_come_first() -> None:
+    members = [
+        member("fast-1", caps(1), zone="east", rtt_ms=0.1),
+        member("fast-2", caps(1), zone="west", rtt_ms=0.1),
+        member("slow-1", caps(1), zone="lab", rtt_ms=9.0),
+        member("slow-2", caps(1), zone="lab", rtt_ms=9.0),
+        member("odd", caps(1, model="T4"), zone="lab", rtt_ms=0.2),
+    ]
+    found = plan(Request(nodes=2, devices=1), mesh(*members))
+    assert sorted(names(found)) == ["slow-1", "slow-2"]
+    assert found.chosen[0][1].endswith("same zone and hardware, 9.0 ms away")
+    found = plan(Request(nodes=3, devices=1), mesh(*members))
+    assert sorted(names(found)) == ["odd", "slow-1", "slow-2"]
+    assert names(found)[0] == "odd"
+
+
+def test_order_within_a_pool_is_memory_jobs_distance_name() -> None:
+    members = [
+        member("d"),
+        member("c"),
+        member("near", rtt_ms=0.2),
+        member("used", grants=(Grant("k7f2", 1),), rtt_ms=0.1),
+        member("unmeasured", rtt_ms=None),
+        member("roomy", replace(caps(), memory_available_mib=20000), rtt_ms=5.0),
+    ]
+    found = plan(Request(nodes=6), mesh(*members))
+    assert names(found) == ["roomy", "near", "c", "d", "unmeasured", "used"]
+    answering = replace(mesh(*members), answered_by=members[4].node)
+    assert names(plan(Request(nodes=6), answering))[1] == "unmeasured"
+    assert plan(Request(nodes=6), mesh(*reversed(members))).slots == found.slots
+
+
+def test_auto_devices_prefers_the_machine_with_more_of_them() -> None:
+    members = [member("small", caps(1, free_mib=24000)), member("big", caps(4))]
+    assert names(plan(Request(), mesh(*members))) == ["big"]
+    assert names(plan(Request(devices=1), mesh(*members))) == ["small"]
+
+
+def test_linked_devices_are_chosen_together() -> None:
+    links = (
+        ("X", "SYS", "NV4", "SYS"),
+        ("SYS", "X", "SYS", "PIX"),
+        ("NV4", "SYS", "X", "SYS"),
+        ("SYS", "PIX", "SYS", "X"),
+    )
+    box = member("box", caps(4, links=links))
+    assert plan(Request(devices=2), mesh(box)).slots[0].devices == (0, 2)
+    box = replace(box, grants=(Grant("k7f2", 1, (0,)),))
+    assert plan(Request(devices=2), mesh(box)).slots[0].devices == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("auto", {"a", "b", "c"}),
+        ("mesh", {"a", "b", "c"}),
+        ("b", {"b"}),
+        (("a", "c"), {"a", "c"}),
+        ("zone:lab", {"a", "b"}),
+        (("zone:lab", "!a"), {"b"}),
+        ("!b", {"a", "c"}),
+        ("!zone:lab", {"c"}),
+        (("zone:lab", "c", "!a"), {"b", "c"}),
+    ],
+)
+def test_targets(target: str | tuple[str, ...], expected: set[str]) -> None:
+    members = [member("a", zone="lab"), member("b", zone="lab"), member("c", zone="attic")]
+    found = plan(Request(nodes=len(expected), target=target), mesh(*members))
+    assert set(names(found)) == expected
+    assert all(
+        why(found.refused, m.name).reason == "is not among the targets"
+        for m in members
+        if m.name not in expected
+    )
+
+
+def test_unknown_target_is_named_with_what_exists() -> None:
+    error = never(Request(target=("bigbox", "zone:moon")), mesh(member("a")))
+    assert error.message == "no node or zone is called 'bigbox', 'zone:moon'"
+    assert error.hint == "the mesh has a"
+
+
+def test_two_nodes_of_one_name_are_told_apart_by_id() -> None:
+    twins = [member("ubuntu", node="1" * 64), member("ubuntu", node="2" * 64)]
+    found = plan(Request(target="2" * 12), mesh(*twins))
+    assert found.slots[0].node == "2" * 64
+    assert {slot.node for slot in plan(Request(nodes=2), mesh(*twins)).slots} == {
+        "1" * 64,
+        "2" * 64,
+    }
+
+
+def test_mac_is_left_out_of_jobs_on_several_nodes_unless_named() -> None:
+    mac = member("mac", caps(1, kind=MPS, os="Darwin 24.1 arm64"))
+    found = plan(Request(nodes=2), mesh(mac, member("a"), member("b")))
+    assert "mac" not in names(found)
+    assert "Mac" in why(found.refused, "mac").reason
+    assert "mac" in names(plan(Request(nodes=2, target=("mac", "a")), mesh(mac, member("a"))))
+    found = plan(Request(), mesh(mac))
+    assert (found.accelerator, found.world_size) == (MPS, 1)
+    assert plan(Request(devices=2), mesh(mac)).accelerator is CPU
+
+
+@pytest.mark.parametrize("request_", [Request(nodes=2, accelerator=MPS), Request(1, 2, MPS)])
+def test_mps_runs_one_process(request_: Request) -> None:
+    assert "one process" in never(request_, mesh(member("a"))).message
+
+
+@pytest.mark.parametrize("request_", [Request(nodes=0), Request(nodes=9999), Request(devices=0)])
+def test_senseless_request(request_: Request) -> None:
+    with pytest.raises(ConfigError):
+        plan(request_, mesh(member("a")))
+
+
+def test_rocm_is_chosen_where_cuda_is_missing() -> None:
+    found = plan(Request(), mesh(member("amd", caps(2, kind=ROCM)), member("cpu")))
+    assert (found.accelerator, found.world_size) == (ROCM, 2)
+
+
+def test_a_thousand_nodes_are_planned_quickly() -> None:
+    members = [
+        member(f"n{i:04}", caps(8), zone=f"z{i % 7}", node=node(i), rtt_ms=i % 13)
+        for i in range(1000)
+    ]
+    snapshot = mesh(*members)
+    for nodes in (1, 3, 100, 1000):
+        assert min(_timed(Request(nodes=nodes), snapshot) for _ in range(3)) < 0.1
+
+
+def _timed(request: Request, snapshot: Snapshot) -> float:
+    start = time.process_time()
+    plan(request, snapshot)
+    return time.process_time() - start
+
+
+members_st = st.lists(
+    st.builds(
+        lambda gpus, cpus, state, worker, torch, python, held, busy_, zone: (
+            gpus,
+            cpus,
+            state,
+            worker,
+            torch,
+            python,
+            held,
+            busy_,
+            zone,
+        ),
+        st.integers(0, 4),
+        st.integers(1, 4),
+        st.sampled_from([*NodeState, None]),
+        st.booleans(),
+        st.sampled_from(["2.13.0", "2.12.0", None]),
+        st.sampled_from(["3.11.7", "3.12.1"]),
+        st.sets(st.integers(0, 3)),
+        st.sets(st.integers(0, 3)),
+        st.sampled_from(["", "lab"]),
+    ),
+    max_size=8,
+)
+requests_st = st.builds(
+    Request,
+    nodes=st.integers(1, 4),
+    devices=st.one_of(st.just("auto"), st.integers(1, 3)),
+    accelerator=st.sampled_from([None, CPU, CUDA]),
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(requests_st, members_st)
+def test_plans_never_overcommit_and_explain_every_node(
+    request_: Request, drawn: list[tuple[object, ...]]
+) -> None:
+    members = []
+    for i, (gpus, cpus, state, worker, torch, python, held, busy_, zone) in enumerate(drawn):
+        have = caps(gpus, cpus=cpus, torch=torch, python=python, busy=tuple(busy_))  # type: ignore
+        grants = tuple(Grant(f"j{d}", 1, (d,)) for d in sorted(held))  # type: ignore
+        roles = (Role.WORKER, Role.LAUNCHER) if worker else (Role.LAUNCHER,)
+        members.append(
+            member(f"n{i}", have, node=node(i), state=state, roles=roles, grants=grants, zone=zone)
+        )
+    by_node = {m.node: m for m in members}
+    try:
+        found = plan(request_, mesh(*members))
+    except PlacementError as error:
+        refused = error
+        found = None
+    if found is None:
+        assert {r.node for r in refused.refusals} <= {m.name for m in members}
+        if isinstance(refused, PlacementBusyError):
+            assert any(not r.for_ever for r in refused.refusals)
+        return
+    assert len(found.slots) == request_.nodes == len({slot.node for slot in found.slots})
+    assert [name for name, _ in found.chosen] == names(found)
+    assert {r.node for r in found.refused} == {m.name for m in members} - set(names(found))
+    versions = set()
+    for slot in found.slots:
+        chosen = by_node[slot.node]
+        assert chosen.state is NodeState.ALIVE
+        assert Role.WORKER in chosen.roles
+        assert chosen.caps is not None
+        assert chosen.caps.torch is not None
+        versions.add((chosen.caps.torch.version, chosen.caps.python))
+        held = {d for grant in chosen.grants for d in grant.devices}
+        if found.accelerator is CPU:
+            assert slot.devices == ()
+            assert slot.processes <= chosen.caps.cpus
+        else:
+            assert slot.processes == len(set(slot.devices)) == len(slot.devices)
+            free = {d.index for d in chosen.caps.devices if not d.busy_pids} - held
+            assert set(slot.devices) <= free
+            if request_.devices == "auto":
+                assert set(slot.devices) == free
+        if request_.devices != "auto":
+            assert slot.processes == request_.devices
+    assert len(versions) == 1
