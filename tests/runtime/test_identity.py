@@ -43,7 +43,7 @@ def test_key_is_made_once_and_private(tmp_path: Path) -> None:
     first = identities.load_or_create(home)
     assert identities.load_or_create(home).node == first.node == certificates.id_of(first.key)
     assert (mode(home), mode(home / "identity.key")) == (0o700, 0o600)
-    assert [p.name for p in home.iterdir()] == ["identity.key"]
+    assert {p.name for p in home.iterdir()} == {"identity.key", "state.lock"}
 
 
 def test_two_first_starts_at_once_agree_on_one_key(tmp_path: Path) -> None:

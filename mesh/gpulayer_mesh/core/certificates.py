@@ -132,7 +132,7 @@ def _load(der: bytes | None) -> x509.Certificate:
         raise RemoteProtocolError("no certificate, or one over 4 KiB")
     try:
         return x509.load_der_x509_certificate(der)
-    except ValueError as e:
+    except (ValueError, x509.InvalidVersion) as e:
         raise RemoteProtocolError("not a certificate") from e
 
 

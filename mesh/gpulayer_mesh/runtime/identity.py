@@ -1,12 +1,18 @@
 """Who we are, on disk: the node key, the mesh's certificates, the roster, remembered peers.
 
-Private keys are 0600 in a 0700 directory, created with O_EXCL and O_NOFOLLOW, and refused when
-group or others can read them, as ssh does. Everything is written to a temporary file, fsynced and
-renamed. The roster file is the high-water mark: `save_roster` never goes back, under a file lock,
-because the agent and the commands of the same machine both write it.
+    identity.key              Ed25519, PEM
+    boot                      boot epoch, decimal text
+    mesh/ca.pem, node.pem     certificates
+    mesh/ca.key               on the founding machine only
+    mesh/roster               newest signed roster, as received; written last: with it, a member
+    mesh/peers.msgpack        {node id: [[host, port], ...]}, best first
+    state.lock                one writer at a time: the agent and the commands share these files
 
-Does not know sockets or who is reachable. One file per fact; DESIGN's table of the state directory
-is in docs/architecture.md.
+Private keys are 0600 in a 0700 directory, opened with O_NOFOLLOW and refused when group or others
+can read them, as ssh does. Every file is written beside its place (O_EXCL), fsynced and renamed.
+The roster file is the high-water mark: `save_roster` never goes back.
+
+Does not know sockets or who is reachable.
 """
 
 from __future__ import annotations
@@ -69,9 +75,10 @@ def load_or_create(home: Path) -> Identity:
     """
     _private_dir(home)
     path = home / "identity.key"
-    with contextlib.suppress(FileExistsError):
-        if not path.exists():
-            _create_key(path)
+    if not path.exists():
+        with _locked(home):
+            if not path.exists():
+                _create_key(path)
     key = _load_key(path)
     return Identity(home, certificates.id_of(key), key)
 
@@ -105,28 +112,35 @@ def create_mesh(identity: Identity, name: str) -> MeshFiles:
         ConfigError: this machine belongs to a mesh already.
     """
     folder = identity.home / "mesh"
-    if (folder / "roster").exists():
-        raise ConfigError(
-            "this machine already belongs to a mesh",
-            hint=f"to leave it, remove {str(folder)!r}; `gpulayer mesh status` shows it",
-        )
     _private_dir(folder)
-    # Left by a founding that broke off before the roster, its last file, was written.
-    (folder / "ca.key").unlink(missing_ok=True)
-    ca_key = _create_key(folder / "ca.key")
-    public = identity.key.public_key().public_bytes_raw()
-    us = roster.entry(public, name, tuple(Role))
-    first = Roster(certificates.id_of(ca_key), 1, (us,))
-    node_der = certificates.issue_node(ca_key, public, wall=_wall(), serial=_serial())
-    ca_der = certificates.issue_ca(ca_key, wall=_wall(), serial=_serial())
-    save_membership(identity, Admission(node_der, ca_der, roster.seal_roster(ca_key, first), {}))
-    return _loaded(identity)
+    with _locked(identity.home):
+        if (folder / "roster").exists():
+            raise ConfigError(
+                "this machine already belongs to a mesh",
+                hint=f"to leave it, remove {str(folder)!r}; `gpulayer mesh status` shows it",
+            )
+        ca_key = _create_key(folder / "ca.key")
+        public = identity.key.public_key().public_bytes_raw()
+        us = roster.entry(public, name, tuple(Role))
+        signed = roster.seal_roster(ca_key, Roster(certificates.id_of(ca_key), 1, (us,)))
+        node_der = certificates.issue_node(ca_key, public, wall=_wall(), serial=_serial())
+        ca_der = certificates.issue_ca(ca_key, wall=_wall(), serial=_serial())
+        return _keep(identity, Admission(node_der, ca_der, signed, {}))
 
 
 def save_membership(identity: Identity, admission: Admission) -> MeshFiles:
-    """Keep what joining brought. The roster comes last: with it the machine is a member."""
+    """Keep what joining brought.
+
+    Raises:
+        ConfigError: it does not fit our key.
+    """
+    _private_dir(identity.home / "mesh")
+    with _locked(identity.home):
+        return _keep(identity, admission)
+
+
+def _keep(identity: Identity, admission: Admission) -> MeshFiles:
     folder = identity.home / "mesh"
-    _private_dir(folder)
     _write(folder / "ca.pem", _pem(admission.ca_certificate))
     _write(folder / "node.pem", _pem(admission.node_certificate))
     save_peers(identity.home, {**admission.peers, **load_peers(identity.home)})
@@ -291,14 +305,7 @@ def _private_dir(path: Path) -> None:
 def _create_key(path: Path) -> Ed25519PrivateKey:
     key = Ed25519PrivateKey.generate()
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    # Linked into place: a second process that starts at the same time gets FileExistsError here
-    # and then reads the whole key of the first.
-    temporary = _temporary(path, pem)
-    try:
-        os.link(temporary, path)
-    finally:
-        temporary.unlink()
-    _sync_dir(path.parent)
+    _write(path, pem)
     return key
 
 
@@ -334,12 +341,6 @@ def _read(path: Path) -> bytes:
 
 
 def _write(path: Path, data: bytes) -> None:
-    temporary = _temporary(path, data)
-    os.replace(temporary, path)
-    _sync_dir(path.parent)
-
-
-def _temporary(path: Path, data: bytes) -> Path:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -347,10 +348,11 @@ def _temporary(path: Path, data: bytes) -> Path:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
+        os.replace(temporary, path)
     except OSError:  # disk full: leave nothing half-written behind
         temporary.unlink(missing_ok=True)
         raise
-    return temporary
+    _sync_dir(path.parent)
 
 
 def _sync_dir(path: Path) -> None:
