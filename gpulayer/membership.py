@@ -139,11 +139,21 @@ async def remove(home: Path, ident: str) -> tuple[RosterEntry, Spread]:
             "this machine holds the key of the mesh and cannot remove itself",
             hint="to leave a machine out of jobs, stop its agent",
         )
-    identities.remove_member(identity, member.node)
-    spread_to = await spread(home)
+    try:
+        # Connected with the roster that still lists it, so that it hears of its removal as well.
+        async with await MeshClient.connect(home, deadline_s=SPREAD_S) as client:
+            book = identities.remove_member(identity, member.node)
+            reached, missed = await client.push_roster(book.signed)
+    except DiscoveryError:
+        book = identities.remove_member(identity, member.node)
+        reached, missed = [], [e.name for e in book.roster.entries if e.node != identity.node]
+    told = Spread(
+        tuple(name for name in reached if name != member.name),
+        tuple(name for name in missed if name != member.name),
+    )
     peers = identities.load_peers(home)
     identities.save_peers(home, {n: a for n, a in peers.items() if n != member.node})
-    return member, spread_to
+    return member, told
 
 
 async def spread(home: Path) -> Spread:

@@ -124,7 +124,9 @@ class Ui:
 
     def refusals(self, error: PlacementError) -> None:
         """Print every node and why it does not count."""
-        for line in refusal_lines(error.refusals, self.tables_width - len("gpulayer:   ")):
+        for line in refusal_lines(
+            error.refusals, error.counted, self.tables_width - len("gpulayer:   ")
+        ):
             self._line(self._err, f"gpulayer:   {line}")
 
     def plan(self, plan: Plan, request: JobRequest, bundle: Bundle) -> None:

@@ -287,11 +287,14 @@ def _node_json(m: MemberSnapshot) -> dict[str, Any]:
     }
 
 
-def refusal_lines(refusals: Sequence[Refusal], width: int = TABLE_WIDTH) -> list[str]:
-    """Return one row per node that does not count, and why."""
+def refusal_lines(
+    refusals: Sequence[Refusal], counted: Sequence[str] = (), width: int = TABLE_WIDTH
+) -> list[str]:
+    """Return one row per node: those that count, then the others and why they do not."""
     if not refusals:
         return []
-    rows = [(r.node, r.reason if r.for_ever else f"{r.reason} (now)") for r in refusals]
+    rows = [(name, "(it counts)") for name in counted]
+    rows += [(r.node, r.reason if r.for_ever else f"{r.reason} (now)") for r in refusals]
     return table(("NODE", "DOES NOT COUNT BECAUSE"), rows, width=width, shrink=(0, 1))
 
 

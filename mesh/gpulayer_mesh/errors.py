@@ -107,15 +107,21 @@ class Refusal:
 
 
 class PlacementError(GpuLayerError):
-    """A request cannot be placed; carries every node's reason."""
+    """A request cannot be placed; carries every node's reason, and who would have counted."""
 
     exit_code = ExitCode.NEVER_PLACEABLE
 
     def __init__(
-        self, message: str, *, refusals: tuple[Refusal, ...] = (), hint: str | None = None
+        self,
+        message: str,
+        *,
+        refusals: tuple[Refusal, ...] = (),
+        counted: tuple[str, ...] = (),
+        hint: str | None = None,
     ) -> None:
         super().__init__(message, hint=hint)
         self.refusals = refusals
+        self.counted = counted  # names of the nodes that fit
 
 
 class PlacementBusyError(PlacementError):

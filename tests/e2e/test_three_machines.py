@@ -316,11 +316,12 @@ def test_killed_agent_is_suspect_then_dead_and_comes_back(mesh: LanMesh) -> None
     suspect = time.monotonic() - killed
     until(lambda: mesh.state(box.name) == "dead", 15 - suspect)
     dead = time.monotonic() - killed
-    mesh.start_agent(box)
     started = time.monotonic()
-    until(lambda: mesh.state(box.name) == "alive", 10)
+    mesh.start_agent(box)
+    mesh.agents["box-1"].expect(rf"{box.name}: dead -> alive", 3)
     back = time.monotonic() - started
-    assert mesh.status()[box.name]["node"] == node
+    row = mesh.status()[box.name]
+    assert (row["node"], row["state"]) == (node, "alive")
     print(f"suspect after {suspect:.1f} s, dead after {dead:.1f} s, back {back:.1f} s after start")
 
 
@@ -328,5 +329,6 @@ def test_removed_member_is_out(mesh: LanMesh) -> None:
     box = mesh.boxes[2]
     mesh.gpulayer("mesh", "remove", box.name)
     until(lambda: box.name not in mesh.status(), 5)
+    assert mesh.agents[box.name].wait(5) == 5
     done = mesh.gpulayer("jobs", host=box, code=5, timeout_s=30)
     assert "Traceback" not in done.stderr

@@ -136,16 +136,19 @@ def plan(request: Request, snapshot: Snapshot) -> Plan:
         # Nothing fits for certain; the accelerator that comes closest explains best.
         attempt = max(reversed(attempts), key=lambda a: (a.hoped >= request.nodes, a.hoped))
     refusals = tuple(attempt.refused)
+    counted = tuple(fit.member.name for fit in attempt.fits)
     if attempt.hoped >= request.nodes:
         raise PlacementBusyError(
             f"{_what(request, attempt.accelerator)}, {len(attempt.fits)} free now: "
             f"{_holders(refusals)}",
             refusals=refusals,
+            counted=counted,
         )
     raise PlacementError(
         f"{_what(request, request.accelerator)}, but only {attempt.hoped} of the mesh's "
         f"{len(snapshot.members)} members can ever do it",
         refusals=refusals,
+        counted=counted,
         hint="`gpulayer mesh status` shows what each node has",
     )
 

@@ -96,7 +96,7 @@ class Agent:
         self._packet_seq = 0
         self._dialling: set[object] = set()
         self._peers_dirty = asyncio.Event()
-        self.ready = asyncio.Event()
+        self._removed = asyncio.Event()
 
     # --- start and end ---------------------------------------------------------------------------
 
@@ -126,13 +126,17 @@ class Agent:
                     self.port,
                     ", ".join(address.host for address in self._addresses()) or "no address",
                 )
-                self.ready.set()
                 await self._serve(stop)
 
     async def _mesh(self, port: int) -> identities.MeshFiles:
         mesh = identities.load_mesh(self.identity)
-        if mesh is not None:
+        if mesh is not None and self.identity.node in mesh.book:
             return mesh  # a start line with --join stays right after the invitation is over
+        if self.config.join is None and mesh is not None:
+            raise NotAllowedError(
+                f"this machine was removed from mesh {mesh.mesh[:8]}",
+                hint="ask for a new invitation, then: gpulayer-agent --join LINE",
+            )
         if self.config.join is None:
             raise NoMeshError(
                 "this machine belongs to no mesh yet",
@@ -216,7 +220,7 @@ class Agent:
         ]
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(one) for one in loops]
-            await stop.wait()
+            await self._stopped_or_removed(stop)
             self._leave()
             for task in running:
                 task.cancel()
@@ -224,6 +228,14 @@ class Agent:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         identities.save_peers(self.home, self._peers)
+        if self._removed.is_set():
+            raise NotAllowedError("this machine was removed from the mesh")
+
+    async def _stopped_or_removed(self, stop: asyncio.Event) -> None:
+        waits = [asyncio.create_task(event.wait()) for event in (stop, self._removed)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
 
     def _leave(self) -> None:
         """Say goodbye, so that nobody has to suspect us first."""
@@ -467,7 +479,9 @@ class Agent:
         self._peers_dirty.set()
         self._post(swim.RosterChanged(members))
         if self.identity.node not in members:
-            log.error("this machine was removed from the mesh")
+            log.error("this machine was removed from the mesh: its jobs are stopped, and so am I")
+            self.jobs.stop_all("removed from the mesh")
+            self._removed.set()
 
     # --- finding each other ----------------------------------------------------------------------
 

@@ -197,6 +197,12 @@ class JobHost:
         """How many jobs have processes or reservations here."""
         return len(self.site.reservations.grants)
 
+    def stop_all(self, reason: str) -> None:
+        """End every rank here without grace: nobody may run anything on this node any more."""
+        for one in self._jobs.values():
+            if one.machine.phase is not HostPhase.ENDED:
+                self._hosted(one, hosted.Stop(0.0, True, reason))
+
     def _pause(self, now: float) -> float:
         times = [self.site.reservations.next_timeout()]
         for one in self._jobs.values():
