@@ -135,14 +135,20 @@ class Simulation:
     # -- what a test does to the mesh --
 
     def run(self, seconds: float) -> None:
-        self._run(self.now + seconds, None)
+        with self._seed_noted():
+            self._run(self.now + seconds)
 
-    def run_until(self, done: Callable[[], bool], limit_s: float) -> float:
-        """Run until `done`, asked after each event; return the seconds that took."""
+    def run_until(self, done: Callable[[], bool], limit_s: float, step_s: float = 0.01) -> float:
+        """Run until `done`, asked each `step_s`; return the seconds that took.
+
+        Raises:
+            AssertionError: it was not done after `limit_s`.
+        """
         start = self.now
         with self._seed_noted():
-            if not done() and not self._run(self.now + limit_s, done):
-                raise AssertionError(f"not done after {limit_s} simulated seconds")
+            while not done():
+                assert self.now < start + limit_s, f"not done after {limit_s} simulated seconds"
+                self._run(self.now + step_s)
         return self.now - start
 
     def crash(self, index: int) -> None:
@@ -246,26 +252,22 @@ class Simulation:
         self._plan_tick(node)
         return node
 
-    def _run(self, until: float, done: Callable[[], bool] | None) -> bool:
-        with self._seed_noted():
-            heap = self._heap
-            while heap and heap[0][0] <= until:
-                when, _, node, event = heapq.heappop(heap)
-                self.now = when
-                if not node.up:
-                    continue
-                if node.stalled_until > when:
-                    self._push(node.stalled_until, node, event)
-                    continue
-                if event is _TICK:
-                    if node.tick_at != when and node.stalled_until != when:
-                        continue  # another tick was planned since
-                    node.tick_at = inf
-                self._deliver(node, event)
-                if done is not None and done():
-                    return True
-            self.now = until
-            return False
+    def _run(self, until: float) -> None:
+        heap = self._heap
+        while heap and heap[0][0] <= until:
+            when, _, node, event = heapq.heappop(heap)
+            self.now = when
+            if not node.up:
+                continue
+            if node.stalled_until > when:
+                self._push(node.stalled_until, node, event)
+                continue
+            if event is _TICK:
+                if node.tick_at != when and node.stalled_until != when:
+                    continue  # another tick was planned since
+                node.tick_at = inf
+            self._deliver(node, event)
+        self.now = until
 
     def _deliver(self, node: SimNode, event: Event | _SyncAsked) -> None:
         self.events += 1

@@ -60,7 +60,7 @@ def test_no_confirmation_is_expected_where_too_few_could_give_it(n: int, k: int)
     assert expected_confirmations(n) == k
 
 
-@pytest.mark.parametrize(("n", "limit"), [(1, 4), (9, 4), (10, 8), (99, 8), (100, 12), (1000, 16)])
+@pytest.mark.parametrize(("n", "limit"), [(1, 8), (9, 8), (10, 8), (99, 8), (100, 12), (1000, 16)])
 def test_retransmit_limit_grows_with_the_logarithm(n: int, limit: int) -> None:
     assert retransmit_limit(4, n) == limit
 

@@ -43,8 +43,10 @@ def suspicion_bounds_s(
 
 
 def retransmit_limit(mult: int, n: int) -> int:
-    """Return how often one node sends one rumour: `mult` x ceil(log10(n + 1))."""
-    return mult * ceil(log10(n + 1))
+    """Return how often one node sends one rumour: `mult` x ceil(log10(n + 1)), at least twice
+    `mult`. memberlist has `mult` below 10 members, and with n senders of m copies each member
+    misses a rumour with probability e^-m: 2 % for m = 4, 0.03 % for 8."""
+    return mult * max(2, ceil(log10(n + 1)))
 
 
 def push_pull_scale(n: int) -> int:

@@ -23,7 +23,7 @@ class SwimConfig:
     gossip_interval_s: float = 0.2  # only while there are rumours
     gossip_nodes: int = 3  # members told per interval
     gossip_to_dead_s: float = 30.0  # the falsely accused must hear of it to refute
-    retransmit_mult: int = 4  # x ceil(log10(n + 1)) sends of one rumour by one node
+    retransmit_mult: int = 4  # x max(2, ceil(log10(n + 1))) sends of one rumour by one node
     push_pull_interval_s: float = 30.0  # full-state exchange with one member; scaled above n = 32
     suspicion_min_s: float = 4.0  # x max(1, log10 n); lower: a stalled member dies sooner
     suspicion_max_mult: float = 6.0  # longest wait in shortest waits, without confirmations
