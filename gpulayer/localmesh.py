@@ -29,11 +29,11 @@ from gpulayer_mesh.core.types import NodeState, Snapshot
 from gpulayer_mesh.errors import ConfigError, DiscoveryError, GpuLayerError, TransportError
 from gpulayer_mesh.runtime import identity as identities
 
-from gpulayer import membership
-from gpulayer.env import copied_env
+from gpulayer import env, membership
 from gpulayer.ui import Ui
 from gpulayer.views import counted
 
+TORCH_PROOF = "torch.json"  # what an agent keeps of its proof; it checks what it was made with
 LOOPBACK = "127.0.0.1"
 JOIN_S = 60.0  # 3 interpreters starting on one busy core take 5 s
 READY_S = 120.0  # each agent proves its torch once, which is an import from a cold disk
@@ -106,11 +106,12 @@ class LocalMesh:
                 joined.cancel()
         await membership.spread(self.home)
         await self._ready()
+        self._keep_proof(names[0])
         return names
 
     def call(self, command: tuple[str, ...]) -> int:
         """Run the user's command to its end; signals reach it, and us only through its end."""
-        environ = copied_env() | {"GPULAYER_HOME": str(self.home), "PATH": _path()}
+        environ = env.copied_env() | {"GPULAYER_HOME": str(self.home), "PATH": _path()}
         children: list[subprocess.Popen[bytes]] = []
 
         def forward(number: int, frame: FrameType | None) -> None:
@@ -153,8 +154,10 @@ class LocalMesh:
     def _start_agent(self, name: str, line: str) -> None:
         home = self._base / name
         home.mkdir(mode=0o700)
+        with contextlib.suppress(OSError):
+            shutil.copyfile(env.home() / TORCH_PROOF, home / TORCH_PROOF)
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        environ = copied_env()
+        environ = env.copied_env()
         environ.pop("GPULAYER_HOME", None)
         environ.setdefault("OMP_NUM_THREADS", str(max(1, (cpus or 1) // self._nodes)))
         port = self._port + PORT_STEP * len(self._agents)
@@ -170,6 +173,14 @@ class LocalMesh:
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for the command alone
             )
+
+    def _keep_proof(self, name: str) -> None:
+        """Spare the next local mesh, and a real agent here, what proving torch took this one."""
+        with contextlib.suppress(OSError):
+            env.home().mkdir(mode=0o700, parents=True, exist_ok=True)
+            fresh = env.home() / f".{TORCH_PROOF}.{os.getpid()}"
+            shutil.copyfile(self._base / name / TORCH_PROOF, fresh)
+            fresh.replace(env.home() / TORCH_PROOF)
 
     async def _joined(self, invitation: membership.Invitation, waiting: list[str]) -> None:
         async for news in invitation:
@@ -222,7 +233,7 @@ def _count_ready(snapshot: Snapshot, proves_torch: bool) -> int:
 
 def _path() -> str:
     # `python` in the command means the one that has gpulayer, in an activated venv or not
-    return f"{Path(sys.executable).parent}{os.pathsep}{copied_env().get('PATH', os.defpath)}"
+    return f"{Path(sys.executable).parent}{os.pathsep}{env.copied_env().get('PATH', os.defpath)}"
 
 
 _Handler = Callable[[int, FrameType | None], Any] | signal.Handlers

@@ -129,9 +129,14 @@ class Ui:
         ):
             self._line(self._err, f"gpulayer:   {line}")
 
-    def plan(self, plan: Plan, request: JobRequest, bundle: Bundle) -> None:
-        """Print where a job is going to run and why, and what is shipped."""
-        for line in plan_lines(plan, request.name, width=self.tables_width - len("gpulayer: ")):
+    def plan(self, plan: Plan, request: JobRequest, bundle: Bundle, *, here: str = "") -> None:
+        """Print where a job is going to run and why, and what is shipped.
+
+        Args:
+            here: node id of this machine; the plan says so where it takes part itself.
+        """
+        width = self.tables_width - len("gpulayer: ")
+        for line in plan_lines(plan, request.name, here=here, width=width):
             self.note(line)
         self.note(f"bundle: {bundle.summary()}")
         for warning in bundle.warnings:

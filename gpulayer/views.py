@@ -301,7 +301,7 @@ def refusal_lines(
 # Jobs
 
 
-def plan_lines(plan: Plan, name: str, *, width: int = TABLE_WIDTH) -> list[str]:
+def plan_lines(plan: Plan, name: str, *, here: str = "", width: int = TABLE_WIDTH) -> list[str]:
     """Return where a job goes and why, and why not to every other node."""
     per_node = {slot.processes for slot in plan.slots}
     nodes = counted(len(plan.slots), "node")
@@ -314,6 +314,8 @@ def plan_lines(plan: Plan, name: str, *, width: int = TABLE_WIDTH) -> list[str]:
     for slot, (node, reason) in zip(plan.slots, plan.chosen, strict=True):
         ranks = range(first, first + slot.processes)
         first += slot.processes
+        if slot.node == here:
+            reason = f"this machine: if it sleeps, the job stops; {reason}"
         rows.append(("  rank" if len(ranks) == 1 else "  ranks", ranges(ranks), node, reason))
     lines = [f"plan for {clean(name)}: {shape} on {plan.accelerator.value}"]
     lines += table(("", "", "", ""), rows, width=width, shrink=(2, 3))[1:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 
 import pytest
 from gpulayer_mesh.core.jobspec import (
@@ -423,6 +424,8 @@ def test_plan_names_each_node_its_ranks_and_why() -> None:
     chosen = (("box-1", "2 x H200, same zone"), ("box-2", "1 x H200, same zone, " + "x" * 200))
     refused = tuple(Refusal(f"box-{i}", "not needed", False) for i in range(3, 20))
     plan = Plan(slots, Accelerator.CUDA, chosen, refused, ("processes per node differ (2/1)",))
+    here = views.plan_lines(plan, "train.py", here="1" * 64)
+    assert "box-1  this machine: if it sleeps, the job stops; 2 x H200" in here[1]
     lines = views.plan_lines(plan, "train.py")
     assert lines[:4] == [
         "plan for train.py: 2 nodes, 3 processes on cuda",
@@ -432,6 +435,27 @@ def test_plan_names_each_node_its_ranks_and_why() -> None:
     ]
     assert lines[-2:] == ["  not 7 more nodes", "  note: processes per node differ (2/1)"]
     assert max(map(cells, lines)) <= 100
+
+
+def test_every_json_field_is_documented() -> None:
+    caps = Capabilities(1, 1, 1, 1, "", "", "", None, (Device(Accelerator.CUDA, 0, "H200"),))
+    one = member("box", caps=caps, grants=(Grant("k7f2k7f2k7", 1),))
+    job = record(JobState.FAILED, Failure(1, "box-2", 1, "exit code 1"))
+    plain = [
+        views.status_json(Snapshot("a" * 64, one.node, 3, (one,)), answered_ms=1.0),
+        views.jobs_json([job]),
+        views.log_json(job.spec, line(0, b"x")),
+    ]
+    keys = set()
+    while plain:
+        value = plain.pop()
+        if isinstance(value, dict):
+            keys |= value.keys()
+            plain += value.values()
+        elif isinstance(value, list):
+            plain += value
+    page = (Path(__file__).parents[1] / "docs" / "cli.md").read_text()
+    assert {key for key in keys if f"`{key}`" not in page} == set()
 
 
 # --- tables --------------------------------------------------------------------------------------

@@ -69,8 +69,12 @@ def _run(args: argparse.Namespace) -> int:
         # The reader of our stdout is gone; Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _PIPE_CLOSED
-    except OSError as e:
+    except OSError as e:  # a folder that cannot be written, a disk that is full
         ui.error(e, debug=args.debug)
+        return int(ExitCode.FAILED)
+    except Exception as e:
+        ui.error(e, debug=args.debug)
+        ui.note("this is a fault of gpulayer; `gpulayer --debug ...` shows where it happened")
         return int(ExitCode.FAILED)
 
 

@@ -84,6 +84,8 @@ def described(command: tuple[str, ...], here: Path) -> tuple[tuple[str, ...], bo
 def _name(argv: tuple[str, ...], python: bool) -> str:
     if python and argv[0] == "-m" and len(argv) > 1:
         return argv[1]
+    if python and argv[0].startswith("-"):
+        return f"python {argv[0]}"
     return Path(argv[0]).name or argv[0]
 
 
@@ -161,7 +163,7 @@ def stop(args: Namespace, ui: Ui) -> int:
             if record.state in viewing.ENDED:
                 return record
             grace_s = 0.0 if args.kill else args.grace or record.spec.stop_grace_s
-            ui.stopping(record.spec.id, args.kill, grace_s)
+            ui.note(f"stopping job {record.spec.id}: its ranks have {grace_s:g} s")
             record = await client.stop(record.spec.id, grace_s=args.grace, kill=args.kill)
             try:
                 async with asyncio.timeout(grace_s + _END_S):
