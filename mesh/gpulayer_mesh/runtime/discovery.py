@@ -6,7 +6,7 @@ a tag of the mesh id, the port and addresses; no name, no inventory. Whatever fa
 `problem`, because peers are also found without mDNS.
 
 Everything strangers can fill is bounded. zeroconf's own service browser is not used: its query heap
-keeps an entry per name it ever saw (100,000 made-up names: +28 MiB; this way +6 MiB). Instead
+keeps an entry per name it ever saw (100,000 made-up names: +28 MiB; this way +9 MiB). Instead
 we ask a few times at start and every agent repeats its announcement once a minute, which costs
 one packet per node, heals lost multicast, and lets separated islands find each other.
 """
