@@ -230,7 +230,9 @@ class Simulation:
             members = node.machine.members
             for record in records:
                 view = members.get(record.node)
-                if view is None or view.state is not NodeState.ALIVE or view.record != record:
+                if view is None or view.state is not NodeState.ALIVE:
+                    return False
+                if view.record is not record and view.record != record:
                     return False
         return True
 

@@ -145,7 +145,7 @@ def test_healed_partition_converges(
         sim.change(n - 1, 2)
         sim.run(5)
         sim.heal()
-        worst_s = max(worst_s, sim.run_until(sim.all_alive, limit_s))
+        worst_s = max(worst_s, sim.run_until(sim.all_alive, limit_s, n / 1000))
     note(
         f"n={n:<5} partition {cut}/{n - cut} of a minute: all alive {worst_s:.2f} s after it heals"
     )
@@ -168,7 +168,7 @@ def test_nodes_that_know_one_member_learn_of_all(n: int, seed: int, note: Note) 
     sim = Simulation(n, seed=seed, met=False)
     for i in range(1, n):
         sim.introduce(i, 0)
-    took_s = sim.run_until(sim.all_alive, 35.0)
+    took_s = sim.run_until(sim.all_alive, 35.0, n / 1000)
     note(f"n={n:<5} all join through one member at once: all know all after {took_s:.2f} s")
 
 

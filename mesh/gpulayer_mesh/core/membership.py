@@ -288,7 +288,7 @@ class Membership:
         self._prober.forgive(self._now, late_s)
         for suspicion in self._suspicions.values():
             suspicion.started += late_s
-        self._suspicion_due += late_s
+        self._suspicion_due = self._first_deadline()
 
     # -- packets --
 
