@@ -61,22 +61,14 @@ def rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
     )
 
 
-def forwarded_env(names: Iterable[str] = ()) -> dict[str, str]:
-    """Return the variables that travel with a job: tuning knobs and those named by the user.
-
-    `names` holds `K` (this process's value) or `K=V`.
-
-    Raises:
-        ConfigError: a named variable is not set here.
-    """
-    chosen = {
+def forwarded_env() -> dict[str, str]:
+    """Return the variables that travel with every job: the libraries' tuning knobs."""
+    return {
         key: value
         for key, value in os.environ.items()
         if any(fnmatch.fnmatchcase(key, pattern) for pattern in _FORWARDED)
         and not any(fnmatch.fnmatchcase(key, pattern) for pattern in _NEVER)
     }
-    chosen.update(named_env(names))
-    return chosen
 
 
 def named_env(names: Iterable[str]) -> dict[str, str]:

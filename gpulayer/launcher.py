@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from gpulayer_mesh.client import MeshClient
     from gpulayer_mesh.core.placement import Plan
 
-    from gpulayer.bundle import Bundle
+    from gpulayer.bundle import Bundle, Scan
     from gpulayer.ui import Ui
 
 RPC_S = 10.0  # one answer from a healthy agent takes milliseconds; a swapping one, seconds
@@ -206,19 +206,15 @@ async def _run_job(request: JobRequest) -> JobOutcome:
     from gpulayer_mesh.client import MeshClient
 
     from gpulayer import jobs
-    from gpulayer.bundle import pack
     from gpulayer.ui import Ui
 
     ui = Ui()
     interrupts = Interrupts(asyncio.current_task())
-    packing = asyncio.create_task(
-        asyncio.to_thread(pack, request.root, extra_files=request.extra_files)
-    )
+    packing = asyncio.create_task(asyncio.to_thread(_pack, request))
     try:
         async with await MeshClient.connect(env.home()) as client:
             with interrupts:
-                bundle = await packing
-                placed = await _place(client, request, bundle, ui)
+                placed = await _place(client, request, await packing, ui)
                 if placed is None:
                     return JobOutcome("", ExitCode.OK, None)
                 record, job = placed, placed.spec.id
@@ -249,8 +245,25 @@ def outcome_of(record: JobRecord, output_dir: Path | None) -> JobOutcome:
     return JobOutcome(record.spec.id, code, output_dir, record.failure)
 
 
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """What is shipped, and what the script in it imports from elsewhere."""
+
+    bundle: Bundle
+    scan: Scan
+
+
+def _pack(request: JobRequest) -> _Packed:
+    from gpulayer.bundle import Scan, pack, scan
+
+    bundle = pack(request.root, extra_files=request.extra_files)
+    if not request.python:
+        return _Packed(bundle, Scan((), ()))
+    return _Packed(bundle, scan(bundle, request.argv, request.cwd))
+
+
 async def _place(
-    client: MeshClient, request: JobRequest, bundle: Bundle, ui: Ui
+    client: MeshClient, request: JobRequest, packed: _Packed, ui: Ui
 ) -> JobRecord | None:
     """Plan, print the plan and start; waits while the nodes it needs are busy.
 
@@ -270,10 +283,12 @@ async def _place(
     while True:
         try:
             plan = placement.plan(wanted, await client.snapshot())
-            ui.plan(plan, request, bundle)
+            ui.plan(plan, request, packed.bundle)
+            for note in packed.scan.notes:
+                ui.note(note)
             if request.dry_run:
                 return None
-            return await _start(client, request, bundle, plan)
+            return await _start(client, request, packed, plan)
         except PlacementBusyError as busy:
             if time.monotonic() > give_up:
                 raise
@@ -283,8 +298,8 @@ async def _place(
             await asyncio.sleep(BUSY_POLL_S)
 
 
-async def _start(client: MeshClient, request: JobRequest, bundle: Bundle, plan: Plan) -> JobRecord:
-    spec = _spec(client, request, bundle, plan)
+async def _start(client: MeshClient, request: JobRequest, packed: _Packed, plan: Plan) -> JobRecord:
+    spec = _spec(client, request, packed, plan)
     path = f"/v1/jobs/{spec.id}"
     nodes = [slot.node for slot in spec.slots]
     signed = client.sign_spec(spec)
@@ -293,7 +308,7 @@ async def _start(client: MeshClient, request: JobRequest, bundle: Bundle, plan: 
             spec,
             lambda i: client.call(nodes[i], "POST", f"{path}/reserve", {"spec": signed}),
         )
-        await _stage(client, spec, bundle)
+        await _stage(client, spec, packed.bundle)
         order = await _preflight(client, spec, request.secrets)
         record = await client.call(nodes[0], "POST", f"{path}/go", order, deadline_s=RPC_S)
         return client.decode_record(record)
@@ -303,12 +318,8 @@ async def _start(client: MeshClient, request: JobRequest, bundle: Bundle, plan: 
         raise
 
 
-def _spec(client: MeshClient, request: JobRequest, bundle: Bundle, plan: Plan) -> JobSpec:
-    from gpulayer.bundle import top_level_imports
-
-    imports: tuple[str, ...] = ()
-    if request.python:
-        imports = top_level_imports(bundle, request.argv, request.cwd)
+def _spec(client: MeshClient, request: JobRequest, packed: _Packed, plan: Plan) -> JobSpec:
+    bundle = packed.bundle
     return JobSpec(
         id=new_job_id(),
         kind=request.kind,
@@ -319,12 +330,12 @@ def _spec(client: MeshClient, request: JobRequest, bundle: Bundle, plan: Plan) -
         argv=request.argv,
         python=request.python,
         cwd=request.cwd,
-        env=dict(request.env),
+        env=env.forwarded_env() | dict(request.env),
         accelerator=plan.accelerator,
         slots=plan.slots,
         manifest=bundle.sha256,
         bundle_bytes=bundle.total_bytes,
-        imports=imports,
+        imports=packed.scan.imports,
         stop_grace_s=request.stop_grace_s,
         call=request.call,
     )

@@ -52,7 +52,7 @@ def run(args: Namespace, ui: Ui) -> int:
             devices=args.devices,
             accelerator=None if args.accelerator == "auto" else Accelerator(args.accelerator),
             target=tuple(args.target.split(",")) if "," in args.target else args.target,
-            env=env.forwarded_env(args.env),
+            env=env.named_env(args.env),
             secrets=env.named_env(args.secret),
             stop_grace_s=args.grace,
             detach=args.detach,

@@ -158,6 +158,8 @@ def _or_exit(start: Callable[[], JobOutcome]) -> JobOutcome:
     # code would bury the one line that matters, and Python would turn every exit code into 1.
     try:
         return start()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None  # before the start; nothing is left anywhere
     except GpuLayerError as error:
         from gpulayer.ui import Ui
 
