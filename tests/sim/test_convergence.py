@@ -42,7 +42,7 @@ def test_change_and_crash_become_known_to_all_at_flat_load(
 ) -> None:
     changed, suspected, buried = [], [], []
     packets = bytes_ = 0.0
-    runs, idle_s = (SEEDS, 10) if n <= 10 else (1, 2)
+    runs, idle_s, step_s = (SEEDS, 10, 0.01) if n <= 10 else (1, 2, 0.1)
     for run in range(runs):
         sim = Simulation(n, seed=seed + run, check=n <= 10)
         sim.run(2 + run / SEEDS)
@@ -56,9 +56,9 @@ def test_change_and_crash_become_known_to_all_at_flat_load(
         sim.run(1)
         crash_at = sim.now
         sim.crash(1)
-        sim.run_until(lambda s=sim: s.count(1, SUSPECT) == n - 1, suspect_limit_s)
+        sim.run_until(lambda s=sim: s.count(1, SUSPECT) == n - 1, suspect_limit_s, step_s)
         suspected.append(sim.now - crash_at)
-        sim.run_until(lambda s=sim: s.count(1, DEAD) == n - 1, dead_limit_s)
+        sim.run_until(lambda s=sim: s.count(1, DEAD) == n - 1, dead_limit_s, step_s)
         buried.append(sim.now - crash_at)
         assert len(burials(sim)) == n - 1, "somebody else was buried"
     note(
