@@ -30,7 +30,7 @@ def known(sim: Simulation, subject: int, version: int) -> bool:
 
 @pytest.mark.parametrize(
     ("n", "change_limit_s", "suspect_limit_s", "dead_limit_s"),
-    [(3, 0.5, 6, 15), (4, 0.5, 6, 15), (10, 1, 6, 15), (100, 2, 6, 20), (1000, 3, 6, 30)],
+    [(3, 0.5, 6, 15), (4, 0.5, 6, 15), (10, 1, 6, 15), (100, 2, 12, 25), (1000, 3, 12, 35)],
 )
 def test_change_and_crash_become_known_to_all_at_flat_load(
     n: int,
