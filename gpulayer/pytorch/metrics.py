@@ -44,6 +44,7 @@ _HOOKS: Mapping[str, tuple[bool, bool] | None] = {
         _EPOCH_ONLY,
     ),
 }  # fmt: skip
+PILE = 64  # small: each pending value of a device holds a block of its memory
 _FUNCTIONS: Mapping[Any, str] = {
     "mean": "mean", "avg": "mean", torch.mean: "mean",
     "sum": "sum", torch.sum: "sum", sum: "sum",
@@ -67,8 +68,8 @@ class Entry:
 
     __slots__ = (
         "computed", "dataloader_idx", "dtype", "epoch_name", "fresh", "fx", "hook", "last",
-        "logger", "name", "on_epoch", "on_step", "options", "prog_bar", "step_name", "sync",
-        "total", "weight",
+        "logger", "name", "on_epoch", "on_step", "options", "pending", "pending_weight",
+        "prog_bar", "step_name", "sync", "total", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -107,10 +108,50 @@ class Entry:
         self.last: Tensor | float | None = None
         self.total: Tensor | float | None = None
         self.weight = 0.0
+        # Values of equal weight that are not in `total` yet: summing up a pile of them costs a
+        # tenth of adding each.
+        self.pending: list[Tensor] = []
+        self.pending_weight = 0.0
         self.computed: Tensor | None = None
+
+    def add(self, value: Tensor | float, weight: float) -> None:
+        """Add to a sum or mean; a tensor must be a copy that nobody changes."""
+        self.weight += weight
+        if isinstance(value, Tensor):
+            if weight != self.pending_weight or len(self.pending) == PILE:
+                self.fold()
+                self.pending_weight = weight
+            self.pending.append(value)
+        else:
+            product = value * weight
+            self.total = product if self.total is None else self.total + product
+
+    def fold(self) -> None:
+        """Bring `total` up to date."""
+        if not self.pending:
+            return
+        device = self.pending[0].device
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        piled = torch.stack([value.to(device) for value in self.pending]).to(wide)
+        product = piled.sum() * self.pending_weight
+        self.pending = []
+        if isinstance(self.total, Tensor):
+            self.total = self.total.to(device) + product
+        else:
+            self.total = product if self.total is None else product + self.total
+
+    def extreme(self, value: Tensor | float) -> None:
+        """Keep the smaller or larger of what is there and `value`."""
+        if self.total is None:
+            self.total = value
+            return
+        first = torch.as_tensor(self.total)
+        second = torch.as_tensor(value, dtype=first.dtype, device=first.device)
+        self.total = (torch.maximum if self.fx == "max" else torch.minimum)(first, second)
 
     def local(self) -> Tensor | None:
         """Return this rank's epoch value."""
+        self.fold()
         if self.total is None:
             return None
         total = self.total / self.weight if self.fx == "mean" else self.total
@@ -236,6 +277,8 @@ class Metrics:
             e for e in self._entries.values() if e.fresh and e.on_epoch and e.computed is None
         ]
         if self.peers is not None and self.peers.world_size > 1:
+            for entry in pending:
+                entry.fold()
             mine = {
                 e.describe(): (e.fx, e.total, e.weight)
                 for e in pending
@@ -321,22 +364,21 @@ class Metrics:
             )
 
         entry.fresh = True
+        if value.__class__ is not float:
+            value = value.clone()  # the user may go on to change it in place (loss /= n)
         if entry.on_step:
-            # A copy: the user may go on to change the tensor in place (loss /= n).
-            step = value if value.__class__ is float else value.clone()
-            entry.last = self._reduce_step(entry, step) if entry.sync else step
+            entry.last = self._reduce_step(entry, value) if entry.sync else value
         if entry.on_epoch:
             entry.computed = None
             fx = entry.fx
             if fx == "mean":
                 if batch_size is None:
                     batch_size = self._batch_size or self._find_batch_size(name)
-                entry.weight += batch_size
-                _add(entry, value, batch_size)
+                entry.add(value, batch_size)
             elif fx == "sum":
-                _add(entry, value, 1)
+                entry.add(value, 1)
             else:
-                _extreme(entry, value, fx)
+                entry.extreme(value)
 
     def _new_entry(self, name: str, options: tuple[Any, ...]) -> Entry:
         (
@@ -451,31 +493,6 @@ def reduce_named(
         for i, key in enumerate(extreme):
             result[key] = largest[i] * signs[key]
     return {key: result[key] for key in kinds}
-
-
-def _add(entry: Entry, value: Tensor | float, weight: float) -> None:
-    total = entry.total
-    if total is None:
-        if isinstance(value, Tensor) and value.device.type != "mps":
-            value = value.to(torch.float64)
-        entry.total = value * weight  # a new tensor, so adding in place is safe from here on
-    elif isinstance(total, Tensor) and isinstance(value, Tensor):
-        if value.device != total.device:
-            value = value.to(total.device)
-        total.add_(value, alpha=weight)
-    else:
-        entry.total = total + value * weight
-
-
-def _extreme(entry: Entry, value: Tensor | float, fx: str) -> None:
-    total = entry.total
-    if total is None:
-        entry.total = value.clone() if isinstance(value, Tensor) else value
-        return
-    pick = torch.maximum if fx == "max" else torch.minimum
-    device = total.device if isinstance(total, Tensor) else None
-    first = torch.as_tensor(total, device=device)
-    entry.total = pick(first, torch.as_tensor(value, dtype=first.dtype, device=first.device))
 
 
 def _sizes(batch: Any) -> Iterable[int]:

@@ -14,7 +14,7 @@ import torch
 from one_weight import OneWeight, Validated, loader, rows, trainer
 from torch.utils.data import DataLoader, IterableDataset
 
-from gpulayer.pytorch import Trainer
+from gpulayer.pytorch import Trainer, precision
 from gpulayer.pytorch.arguments import ArgumentError
 
 torch.set_num_threads(1)
@@ -572,3 +572,86 @@ def test_module_is_on_the_cpu_and_detached_from_nothing_after_fit() -> None:
     trained.fit(model, loader(1))
     assert model.device.type == "cpu"
     assert model.trainer is trained
+
+
+# -- 16-mixed, with the scaler on the CPU: it works the same and needs no GPU ------------------
+
+
+def test_scaler_skips_bad_steps_and_hooks_see_unscaled_gradients(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(precision._DEVICES, "16-mixed", ("cpu",))
+    scales = []
+
+    class Model(OneWeight):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return {1: loss * float("inf"), 2: None}.get(batch_idx, loss)
+
+        def on_before_backward(self, loss: torch.Tensor) -> None:
+            scales.append(self.trainer.runtime.scaler.get_scale())  # type: ignore[union-attr]
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            if self.weight.grad is not None:  # zeroed, and no backward where there was no loss
+                self.step_gradients.append(self.weight.grad.item())
+
+        def optimizer_step(
+            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any
+        ) -> None:
+            assert optimizer.param_groups[0]["lr"] == 1.0
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+    model = Model()
+    trained = trainer(precision="16-mixed", gradient_clip_val=3.0)
+    trained.fit(model, loader(4))
+    assert model.step_gradients[0] == 1.0
+    assert model.step_gradients[-1] == 4.0
+    assert model.weight.item() == pytest.approx(-1.0 - 3.0)  # the second and third made no update
+    assert trained.global_step == 4
+    assert scales == [65536.0, 65536.0, 32768.0]
+
+
+def test_scaler_and_lbfgs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(precision._DEVICES, "16-mixed", ("cpu",))
+
+    class Model(OneWeight):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(ArgumentError, match="LBFGS"):
+        trainer(precision="16-mixed").fit(Model(), loader(1))
+
+
+# -- what a step costs ---------------------------------------------------------------------------
+
+
+def test_nothing_is_read_from_the_device_between_logging_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads: list[str] = []
+
+    class Model(OneWeight):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+            return loss
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None: ...
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx > 0:
+                return
+            for name in ("item", "tolist", "__bool__", "__float__", "cpu", "numpy"):
+                real = getattr(torch.Tensor, name)
+
+                def counted(self: Any, *args: Any, name: str = name, real: Any = real) -> Any:
+                    reads.append(name)
+                    return real(self, *args)
+
+                monkeypatch.setattr(torch.Tensor, name, counted)
+
+        def on_train_epoch_end(self) -> None:
+            monkeypatch.undo()
+
+    trainer(tmp_path, gradient_clip_val=1.0, log_every_n_steps=2).fit(Model(), loader(20))
+    assert reads == []
