@@ -15,7 +15,7 @@ from gpulayer_mesh.core.jobspec import JobKind, JobRecord, JobSpec, JobState, Ou
 from gpulayer_mesh.core.logrecord import LogRecord, LogStream
 from gpulayer_mesh.core.types import Accelerator
 from gpulayer_mesh.errors import DiscoveryError, NotAllowedError, TransportError
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpulayer import jobs
@@ -262,6 +262,7 @@ parts = st.sampled_from(["a", "b", "rank1", "work", "out"])
         max_size=12,
     )
 )
+@settings(deadline=None)
 def test_no_two_files_share_a_place(files: list[OutputFile]) -> None:
     found, _ = jobs.placed(SPEC, [(A if f.rank == 0 else B, f) for f in files])
     paths = [path for _, _, path in found]
