@@ -1,0 +1,387 @@
+"""What members may ask of this node's jobs: rights, checks, answers.
+
+The door has authenticated the peer and knows its roles; whether it may do this to this job is
+checked here, in every handler, before anything else. Bodies are decoded and held against the
+signed spec here as well. This module does not know how a job is run (`hosting`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from gpulayer_mesh.core import hosted, job, wire
+from gpulayer_mesh.core.jobspec import (
+    GoOrder,
+    HostPhase,
+    HostReport,
+    JobRecord,
+    JobSpec,
+    OutputFile,
+)
+from gpulayer_mesh.core.manifest import CHUNK_BYTES, check_path, open_manifest
+from gpulayer_mesh.core.types import NodeId, Role
+from gpulayer_mesh.errors import (
+    GpuLayerError,
+    NotAllowedError,
+    NotFoundError,
+    RemoteProtocolError,
+    TransportError,
+)
+from gpulayer_mesh.runtime.door import DoorRequest, Route, Stream
+from gpulayer_mesh.runtime.hosting import BEFORE_START, JobHost
+from gpulayer_mesh.runtime.livejob import LiveJob, open_spec, slot_of
+from gpulayer_mesh.runtime.preflight import FreePorts
+from gpulayer_mesh.runtime.staging import CHUNK_WAIT_S, StageOrder, Staging
+
+FILE_PIECE_BYTES = 256 * 1024  # of an output file per write: bounded memory, few wake-ups
+RANKS_MAX = 1024  # named in one request for logs
+
+
+@dataclass(frozen=True, slots=True)
+class _StopOrder:
+    grace_s: Annotated[float, Meta(ge=0, le=86400)] | None
+    kill: bool
+
+
+class JobDoor:
+    """The job routes of one agent.
+
+    Args:
+        missing_imports: which of these modules the ranks' interpreter does not have.
+        open_preflight: open a listener; its port and nonce.
+        check_preflight: connect to other nodes' listeners.
+    """
+
+    def __init__(
+        self,
+        host: JobHost,
+        *,
+        ports: FreePorts,
+        missing_imports: Callable[[Iterable[str]], Awaitable[list[str]]],
+        open_preflight: Callable[[], Awaitable[tuple[int, bytes]]],
+        check_preflight: Callable[[Any], Awaitable[Any]],
+    ) -> None:
+        self._host = host
+        self._site = host.site
+        self._ports = ports
+        self._missing_imports = missing_imports
+        self._open_preflight = open_preflight
+        self._check_preflight = check_preflight
+
+    def routes(self) -> list[Route]:
+        one, launcher = "/v1/jobs/{id}", Role.LAUNCHER
+        large, order = wire.BODY_MAX, wire.SPEC_MAX + 1024
+        return [
+            Route("GET", "/v1/jobs", self.list_jobs),
+            Route("GET", one, self.get_job),
+            Route("POST", one + "/reserve", self.reserve, launcher, order),
+            Route("POST", one + "/release", self.release, launcher),
+            Route("POST", one + "/manifest", self.manifest, launcher, large),
+            Route("PUT", "/v1/chunks/{hash}", self.put_chunk, launcher, CHUNK_BYTES),
+            Route("GET", one + "/chunks/{hash}", self.get_chunk),
+            Route("POST", one + "/stage", self.stage, launcher, large),
+            Route("POST", one + "/preflight/open", self.preflight_open, launcher),
+            Route("POST", one + "/preflight/check", self.preflight_check, launcher),
+            Route("POST", one + "/port", self.free_port, launcher),
+            Route("POST", one + "/go", self.go, launcher, order),
+            Route("POST", one + "/start", self.start, None, order),
+            Route("POST", one + "/lease", self.lease, None, large),
+            Route("POST", one + "/halt", self.halt),
+            Route("POST", one + "/report", self.report, None, order),
+            Route("POST", one + "/stop", self.stop),
+            Route("GET", one + "/logs", self.logs),
+            Route("GET", one + "/files", self.files),
+            Route("GET", one + "/file", self.file),
+        ]
+
+    # --- before the start ------------------------------------------------------------------------
+
+    async def reserve(self, request: DoorRequest) -> HostReport:
+        """Grant what a signed job asks of this node."""
+        body = wire.unpack(request.body, max_bytes=wire.SPEC_MAX + 1024)
+        signed = body.get("spec") if isinstance(body, dict) else None
+        if not isinstance(signed, bytes):
+            raise RemoteProtocolError("reserve needs the signed spec")
+        spec = open_spec(signed, self._site.book)
+        self._may_launch(spec, request.peer)
+        if spec.id != request.params["id"]:
+            raise RemoteProtocolError("the spec is for another job")
+        if spec.cwd:
+            check_path(spec.cwd)
+        index = slot_of(spec, self._site.node)
+        return self._host.reserve(spec, signed, index).report()
+
+    async def release(self, request: DoorRequest) -> HostReport:
+        one = self._submitted(request)
+        self._host.release(one)
+        return one.report()
+
+    async def manifest(self, request: DoorRequest) -> dict[str, Any]:
+        """Take the bundle's manifest; answer which chunks are not here yet."""
+        one = self._submitted(request)
+        manifest = await asyncio.to_thread(open_manifest, request.body, sha256=one.spec.manifest)
+        one.take_manifest(manifest)
+        one.folder.save_manifest(request.body)
+        self._host.on_host(one, hosted.StageBegan())
+        return {"missing": await asyncio.to_thread(self._site.store.missing, list(one.chunks))}
+
+    async def put_chunk(self, request: DoorRequest) -> None:
+        one = self._find(request.query.get("job", ""))
+        _only(request, one.spec.submitter)
+        await self._site.store.put(_chunk(request, one), request.body)
+        self._host.touch(one)
+
+    async def get_chunk(self, request: DoorRequest) -> bytes:
+        """Hand a chunk to another participant; waits while it is still on its way here."""
+        one = self._job(request)
+        _only(request, one.spec.submitter, *one.participants)
+        chunk = _chunk(request, one)
+        wait_s = _number(request, "wait", CHUNK_WAIT_S)
+        if not await self._site.store.wait_for(chunk, wait_s):
+            raise NotFoundError(f"chunk {chunk.hex()[:8]} is not here")
+        return await asyncio.to_thread(self._site.store.read, chunk)
+
+    async def stage(self, request: DoorRequest) -> HostReport:
+        """Fetch what is missing from the other participants and build the working folder."""
+        one = self._submitted(request)
+        order = wire.decode_as(StageOrder, wire.unpack(request.body, max_bytes=wire.BODY_MAX))
+        if one.manifest is None:
+            raise RemoteProtocolError("stage before the manifest")
+        order.check(one.chunks, one.participants)
+        staging = Staging(
+            order,
+            job=one.spec.id,
+            node=self._site.node,
+            store=self._site.store,
+            call=self._site.call,
+            progress=lambda: self._host.touch(one),
+        )
+        async with one.staging:
+            if not one.folder.work.exists():
+                try:
+                    await staging.fetch(one.chunks)
+                    await asyncio.to_thread(
+                        self._site.store.materialise, one.manifest, one.folder.work
+                    )
+                except (GpuLayerError, OSError) as e:
+                    self._host.on_host(one, hosted.StageFailed(f"{self._site.name}: {e}"))
+                    raise
+            self._host.on_host(one, hosted.Staged())
+        return one.report()
+
+    async def preflight_open(self, request: DoorRequest) -> dict[str, Any]:
+        one = self._submitted(request)
+        self._host.touch(one)
+        port, nonce = await self._open_preflight()
+        missing = await self._missing_imports(one.spec.imports) if one.spec.python else []
+        return {"port": port, "nonce": nonce, "missing": missing}
+
+    async def preflight_check(self, request: DoorRequest) -> Any:
+        self._host.touch(self._submitted(request))
+        body = wire.unpack(request.body)
+        return await self._check_preflight(body.get("targets") if isinstance(body, dict) else ())
+
+    async def free_port(self, request: DoorRequest) -> dict[str, Any]:
+        self._submitted(request)
+        return {"port": self._ports.take()}
+
+    # --- running ---------------------------------------------------------------------------------
+
+    async def go(self, request: DoorRequest) -> JobRecord:
+        """Become the job's keeper and start it everywhere; a repeated request changes nothing."""
+        one = self._submitted(request)
+        if one.keeper != self._site.node:
+            raise RemoteProtocolError("go belongs to the node of rank 0")
+        order = wire.decode_as(GoOrder, wire.unpack(request.body, max_bytes=wire.SPEC_MAX))
+        if one.kept is None:
+            if one.machine.phase is not HostPhase.STAGED:
+                raise RemoteProtocolError(f"job {one.spec.id} is {one.machine.phase}, not staged")
+            self._host.become_keeper(one, order)
+        return one.current_record()
+
+    async def start(self, request: DoorRequest) -> HostReport:
+        one = self._kept(request)
+        order = wire.decode_as(GoOrder, wire.unpack(request.body, max_bytes=wire.SPEC_MAX))
+        self._host.on_host(one, hosted.Start(order))
+        return one.report()
+
+    async def lease(self, request: DoorRequest) -> HostReport:
+        """The keeper is there; it brings the newest record and takes this node's report."""
+        one = self._kept(request)
+        record = wire.decode_as(JobRecord, wire.unpack(request.body, max_bytes=wire.BODY_MAX))
+        if record.spec != one.spec:
+            raise RemoteProtocolError("the record is of another job")
+        self._host.take_record(one, record)
+        self._host.on_host(one, hosted.Renewed())
+        return one.report()
+
+    async def halt(self, request: DoorRequest) -> HostReport:
+        """The keeper ends this node's ranks."""
+        one = self._kept(request)
+        order = wire.decode_as(_StopOrder, wire.unpack(request.body))
+        self._host.on_host(one, hosted.Stop(order.grace_s or 0.0, order.kill))
+        return one.report()
+
+    async def report(self, request: DoorRequest) -> None:
+        """A participant tells the keeper of a change at once."""
+        one = self._job(request)
+        _only(request, *one.participants)
+        report = wire.decode_as(HostReport, wire.unpack(request.body, max_bytes=wire.SPEC_MAX))
+        if report.node != request.peer or report.job != one.spec.id:
+            raise RemoteProtocolError("a report may only speak for its sender")
+        if one.kept is not None:
+            self._host.on_keeper(one, job.HostReported(report))
+
+    async def stop(self, request: DoorRequest) -> JobRecord:
+        """Stop a job; a participant that is not the keeper passes the request on."""
+        one = self._job(request)
+        if Role.ADMIN not in request.roles:
+            _only(request, one.spec.submitter, *one.participants)
+        order = wire.decode_as(_StopOrder, wire.unpack(request.body))
+        grace_s = one.spec.stop_grace_s if order.grace_s is None else order.grace_s
+        by = self._site.book.members[request.peer].name
+        if one.kept is not None:
+            self._host.on_keeper(one, job.StopRequested(by, grace_s, order.kill))
+            return one.current_record()
+        started = one.machine.phase not in BEFORE_START and not one.ended
+        if started and one.keeper != self._site.node:
+            path = f"/v1/jobs/{one.spec.id}/stop"
+            try:
+                answer = await self._site.call(one.keeper, "POST", path, request.body)
+                return wire.decode_as(JobRecord, wire.unpack(answer, max_bytes=wire.BODY_MAX))
+            except TransportError:
+                pass  # its lease would end our ranks in 25 s; whoever asked wants it now
+        self._host.on_host(one, hosted.Stop(grace_s, order.kill, f"stopped by {by}"))
+        return one.current_record()
+
+    # --- looking ---------------------------------------------------------------------------------
+
+    async def list_jobs(self, request: DoorRequest) -> list[JobRecord]:
+        return [one.current_record() for one in self._host.jobs.values()]
+
+    async def get_job(self, request: DoorRequest) -> JobRecord:
+        return self._job(request).current_record()
+
+    async def logs(self, request: DoorRequest) -> Stream:
+        """Stream the raw log records of this node's ranks, from where the viewer left off."""
+        one = self._job(request)
+        ranks = range(one.first_rank, one.first_rank + one.spec.slots[one.slot].processes)
+        wanted = set(_numbers(request.query["ranks"]) if "ranks" in request.query else ranks)
+        start: dict[int, int] = {}
+        for pair in filter(None, request.query.get("from", "").split(",")[:RANKS_MAX]):
+            rank, _, seq = pair.partition(":")
+            if not (_is_number(rank) and _is_number(seq)):
+                raise RemoteProtocolError(f"from={pair[:64]!r}: write rank:seq")
+            start[int(rank)] = int(seq)
+        follow = request.query.get("follow") == "1"
+        return Stream(self._log_pieces(one, [r for r in ranks if r in wanted], start, follow))
+
+    async def _log_pieces(
+        self, one: LiveJob, ranks: list[int], start: dict[int, int], follow: bool
+    ) -> AsyncIterator[bytes]:
+        if follow:  # there is nothing to read yet, but a viewer may already wait
+            await one.begun.wait()  # without a start the lease ends in 30 s, and this with it
+        if one.ended and not (one.path / "status").exists():
+            return
+        async for data in self._site.shims.follow_logs(one.path, ranks, start, follow=follow):
+            yield data
+
+    async def files(self, request: DoorRequest) -> list[OutputFile]:
+        """List what the job has made on this node."""
+        one = self._readable(request)
+        if one.manifest is None:
+            return []
+        scan = self._site.store.scan_outputs
+        return await asyncio.to_thread(scan, one.path, one.manifest, one.first_rank)
+
+    async def file(self, request: DoorRequest) -> Stream:
+        one = self._readable(request)
+        rank = int(_number(request, "rank", 1_000_000))
+        offset = int(_number(request, "offset", 2**62))
+        area, path = request.query.get("area", ""), request.query.get("path", "")
+        return Stream(_pieces(self._site.store.open_output(one.path, area, rank, path), offset))
+
+    # --- rights ----------------------------------------------------------------------------------
+
+    def _may_launch(self, spec: JobSpec, peer: NodeId) -> None:
+        if Role.LAUNCHER not in self._site.book.roles(spec.submitter) or peer != spec.submitter:
+            raise NotAllowedError(
+                "this member may not launch jobs", hint="ask an admin of the mesh"
+            )
+        if Role.WORKER not in self._site.book.roles(self._site.node):
+            raise NotAllowedError(f"{self._site.name} is no worker")
+
+    def _find(self, ident: str) -> LiveJob:
+        one = self._host.jobs.get(ident)
+        if one is None:
+            raise NotFoundError(f"no job {ident[:16]!r} on {self._site.name}")
+        return one
+
+    def _job(self, request: DoorRequest) -> LiveJob:
+        return self._find(request.params["id"])
+
+    def _submitted(self, request: DoorRequest) -> LiveJob:
+        one = self._job(request)
+        _only(request, one.spec.submitter)
+        return one
+
+    def _kept(self, request: DoorRequest) -> LiveJob:
+        one = self._job(request)
+        _only(request, one.keeper)
+        return one
+
+    def _readable(self, request: DoorRequest) -> LiveJob:
+        one = self._job(request)
+        if Role.ADMIN not in request.roles:
+            _only(request, one.spec.submitter, *one.participants)
+        return one
+
+
+def _only(request: DoorRequest, *allowed: NodeId) -> None:
+    if request.peer not in allowed:
+        raise NotAllowedError("this member may not do that to this job")
+
+
+def _chunk(request: DoorRequest, one: LiveJob) -> bytes:
+    try:
+        chunk = bytes.fromhex(request.params["hash"])
+    except ValueError:
+        chunk = b""
+    if chunk not in one.chunks:
+        raise RemoteProtocolError("that chunk is not part of the job")
+    return chunk
+
+
+def _number(request: DoorRequest, key: str, most: float) -> float:
+    text = request.query.get(key, "0")
+    try:
+        value = float(text)
+    except ValueError:
+        raise RemoteProtocolError(f"{key}={text[:32]!r} is not a number") from None
+    if not 0 <= value <= most:
+        raise RemoteProtocolError(f"{key}={value} is not in 0..{most:g}")
+    return value
+
+
+def _numbers(text: str) -> list[int]:
+    parts = text.split(",")[:RANKS_MAX]
+    if not all(map(_is_number, parts)):
+        raise RemoteProtocolError(f"ranks={text[:64]!r}: write numbers with commas")
+    return [int(part) for part in parts]
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 19  # 2**63 has 19 digits
+
+
+async def _pieces(fd: int, offset: int) -> AsyncIterator[bytes]:
+    with os.fdopen(fd, "rb") as file:
+        file.seek(offset)
+        while data := await asyncio.to_thread(file.read, FILE_PIECE_BYTES):
+            yield data

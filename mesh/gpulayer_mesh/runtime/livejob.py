@@ -1,0 +1,166 @@
+"""One job as a node remembers it, and its papers on disk.
+
+    jobs/ID/spec       the signed spec, as received      manifest   packed, its hash is in the spec
+            record     the newest word on the job        (the rest: see `shim` and `store`)
+
+This module does not know who may do what to a job, or how anything is run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpulayer_mesh.core import wire
+from gpulayer_mesh.core.hosted import HostedJob
+from gpulayer_mesh.core.job import KeptJob
+from gpulayer_mesh.core.jobspec import HostPhase, HostReport, JobRecord, JobSpec
+from gpulayer_mesh.core.manifest import Manifest, open_manifest, unique_chunks
+from gpulayer_mesh.core.rankenv import first_rank
+from gpulayer_mesh.core.roster import RosterBook
+from gpulayer_mesh.core.types import NodeId
+from gpulayer_mesh.errors import GpuLayerError, RemoteProtocolError
+
+log = logging.getLogger("gpulayer.jobs")
+
+
+class JobFolder:
+    """One folder below `jobs/`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._saved = b""  # the record on disk
+
+    @classmethod
+    def create(cls, path: Path, signed: bytes) -> JobFolder:
+        """Make the folder of a new job.
+
+        Raises:
+            GpuLayerError: the disk refuses, or the job was here before.
+        """
+        try:
+            path.mkdir(parents=True, mode=0o700)
+            (path / "spec").write_bytes(signed)
+        except OSError as e:
+            raise GpuLayerError(f"cannot store the job: {e}") from e
+        return cls(path)
+
+    @property
+    def work(self) -> Path:
+        """The working folder of the ranks; there once it is complete."""
+        return self.path / "work"
+
+    def signed_spec(self) -> bytes:
+        return (self.path / "spec").read_bytes()
+
+    def record(self) -> JobRecord | None:
+        """Return what was last saved, None if nothing was."""
+        try:
+            data = (self.path / "record").read_bytes()
+        except FileNotFoundError:
+            return None
+        return wire.decode_as(JobRecord, wire.unpack(data, max_bytes=wire.BODY_MAX))
+
+    def save_record(self, record: JobRecord) -> None:
+        """Keep the newest record; a full disk is no reason to end a job."""
+        data = wire.pack(record)
+        if data == self._saved:
+            return
+        fresh = self.path / "record.tmp"
+        try:
+            fresh.write_bytes(data)
+            fresh.replace(self.path / "record")
+            self._saved = data
+        except OSError as e:
+            log.warning("job %s: the record cannot be written: %s", self.path.name, e)
+
+    def manifest(self, spec: JobSpec) -> Manifest | None:
+        """Return what was shipped, None if that never arrived."""
+        try:
+            data = (self.path / "manifest").read_bytes()
+        except FileNotFoundError:
+            return None
+        return open_manifest(data, sha256=spec.manifest)
+
+    def save_manifest(self, packed: bytes) -> None:
+        (self.path / "manifest").write_bytes(packed)
+
+
+@dataclass(slots=True)
+class LiveJob:
+    """One job, reserved, running or over."""
+
+    spec: JobSpec
+    signed: bytes
+    slot: int
+    folder: JobFolder
+    machine: HostedJob
+    record: JobRecord  # the keeper's newest word, or what this node can say by itself
+    kept: KeptJob | None = None  # only where rank 0 runs, from `go` on
+    manifest: Manifest | None = None
+    chunks: dict[bytes, int] = field(default_factory=dict)
+    staging: asyncio.Lock = field(default_factory=asyncio.Lock)
+    begun: asyncio.Event = field(default_factory=asyncio.Event)  # left the phases before the start
+
+    @property
+    def path(self) -> Path:
+        return self.folder.path
+
+    @property
+    def participants(self) -> frozenset[NodeId]:
+        return frozenset(slot.node for slot in self.spec.slots)
+
+    @property
+    def keeper(self) -> NodeId:
+        return self.spec.slots[0].node
+
+    @property
+    def first_rank(self) -> int:
+        return first_rank(self.spec, self.slot)
+
+    @property
+    def ended(self) -> bool:
+        """No process of the job is left on this node."""
+        return self.machine.phase is HostPhase.ENDED
+
+    def report(self) -> HostReport:
+        return self.machine.report(time.monotonic())
+
+    def current_record(self) -> JobRecord:
+        """The job as far as this node knows, ages as of now."""
+        return self.record if self.kept is None else self.kept.record(time.monotonic())
+
+    def take_manifest(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.chunks = unique_chunks(manifest)
+
+
+def open_spec(signed: bytes, book: RosterBook) -> JobSpec:
+    """Verify a job's signature.
+
+    Raises:
+        RemoteProtocolError: malformed, or not signed by the submitter it names, a member, for
+            this very job.
+    """
+    envelope = wire.open_envelope(
+        signed, mesh=book.mesh, key_of=book.key_of, kind="job", max_bytes=wire.SPEC_MAX
+    )
+    spec = wire.decode_as(JobSpec, envelope.body)
+    if envelope.sender != spec.submitter or envelope.audience != spec.id:
+        raise RemoteProtocolError("the job was signed by or for somebody else")
+    return spec
+
+
+def slot_of(spec: JobSpec, node: NodeId) -> int:
+    """Return the index of a node's slot.
+
+    Raises:
+        RemoteProtocolError: the job does not name each node once, or not this one.
+    """
+    nodes = [slot.node for slot in spec.slots]
+    if nodes.count(node) != 1 or len(set(nodes)) != len(nodes):
+        raise RemoteProtocolError("the job does not name this node once")
+    return nodes.index(node)

@@ -1,0 +1,124 @@
+"""What must be settled before an agent may serve: alone on its state, a port, a mesh.
+
+It does not know what will be served.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from gpulayer_mesh.config import AgentConfig
+from gpulayer_mesh.core.types import Addresses
+from gpulayer_mesh.errors import ConfigError, NoMeshError, NotAllowedError
+from gpulayer_mesh.runtime import identity as identities
+from gpulayer_mesh.runtime import joining
+
+log = logging.getLogger("gpulayer.agent")
+
+PORT_TRIES = 64  # next free port after the wanted one
+
+
+@contextlib.contextmanager
+def only_agent(home: Path) -> Iterator[Callable[[int], None]]:
+    """Hold the lock that makes a second agent on this state directory impossible.
+
+    Gives a function that notes the port in agent.json, for the commands on this machine.
+
+    Raises:
+        ConfigError: another agent runs here.
+    """
+    with (home / "agent.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"an agent is already running with {str(home)!r}",
+                hint="stop it first, or give this one another --state-dir",
+            ) from None
+        path = home / "agent.json"
+
+        def note_port(port: int) -> None:
+            path.write_text(json.dumps({"pid": os.getpid(), "port": port}), encoding="utf-8")
+
+        try:
+            yield note_port
+        finally:
+            path.unlink(missing_ok=True)
+
+
+async def enter_mesh(
+    config: AgentConfig, identity: identities.Identity, addresses: Addresses
+) -> identities.MeshFiles:
+    """Return the mesh this machine belongs to; joins it where the configuration says so.
+
+    Args:
+        addresses: where this agent will be reached.
+
+    Raises:
+        NoMeshError, NotAllowedError, JoinError: there is none to serve.
+    """
+    mesh = identities.load_mesh(identity)
+    if mesh is not None and identity.node in mesh.book:
+        return mesh  # a start line with --join stays right after the invitation is over
+    if config.join is None and mesh is not None:
+        raise NotAllowedError(
+            f"this machine was removed from mesh {mesh.mesh[:8]}",
+            hint="ask for a new invitation, then: gpulayer-agent --join LINE",
+        )
+    if config.join is None:
+        raise NoMeshError(
+            "this machine belongs to no mesh yet",
+            hint="run `gpulayer mesh invite` on the machine that founded the mesh, then here: "
+            "gpulayer-agent --join LINE",
+        )
+    admission = await joining.join(
+        config.join, key=identity.key, name=config.name, addresses=addresses
+    )
+    mesh = identities.save_membership(identity, admission)
+    log.info("joined mesh %s", mesh.mesh[:8])
+    return mesh
+
+
+def free_port(hosts: Iterable[str], wanted: int) -> int:
+    """Return the first port from `wanted` on that is free for TCP and UDP on every host.
+
+    Raises:
+        ConfigError: there is none near it.
+    """
+    problem: OSError | None = None
+    for port in range(wanted, wanted + PORT_TRIES):
+        try:
+            for host in hosts:
+                for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+                    _try_bind(host, port, kind)
+        except OSError as e:
+            problem = e
+            continue
+        return port
+    raise ConfigError(
+        f"no free port from {wanted} to {wanted + PORT_TRIES - 1}: {problem}",
+        hint="give another one with --port",
+    )
+
+
+def _try_bind(host: str, port: int, kind: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        probe = socket.socket(family, kind)
+    except OSError:
+        if family == socket.AF_INET6:
+            return  # no IPv6 on this machine
+        raise
+    with probe:
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        if kind == socket.SOCK_STREAM:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
