@@ -283,7 +283,7 @@ async def _place(
     while True:
         try:
             plan = placement.plan(wanted, await client.snapshot())
-            ui.plan(plan, request, packed.bundle)
+            ui.plan(plan, request, packed.bundle, here=client.identity.node)
             for note in packed.scan.notes:
                 ui.note(note)
             if request.dry_run:

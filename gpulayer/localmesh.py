@@ -161,18 +161,22 @@ class LocalMesh:
         environ.pop("GPULAYER_HOME", None)
         environ.setdefault("OMP_NUM_THREADS", str(max(1, (cpus or 1) // self._nodes)))
         port = self._port + PORT_STEP * len(self._agents)
-        arguments = ["--join", line, "--name", name, "--bind", LOOPBACK, "--port", str(port)]
+        arguments = ["--join", "-", "--name", name, "--bind", LOOPBACK, "--port", str(port)]
         arguments += ["--state-dir", str(home)]
         with (home / "agent.log").open("wb") as log:
-            self._agents[name] = subprocess.Popen(
+            agent = subprocess.Popen(
                 # -P: no module of the folder the user stands in takes the place of one of ours
                 [sys.executable, "-P", "-m", "gpulayer_mesh.runtime.agent", *arguments],
                 env=environ,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # arguments can be read by every user of this machine
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for the command alone
             )
+        self._agents[name] = agent
+        assert agent.stdin is not None
+        with contextlib.suppress(BrokenPipeError), agent.stdin as stdin:
+            stdin.write(f"{line}\n".encode())
 
     def _keep_proof(self, name: str) -> None:
         """Spare the next local mesh, and a real agent here, what proving torch took this one."""

@@ -23,6 +23,7 @@ from gpulayer_mesh.errors import ConfigError
 DEFAULT_PORT = 47433  # unassigned by IANA; above every well-known and below ephemeral ranges
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
 _CONFIG_MAX_BYTES = 64 * 1024  # a few names and peers
+_LINE_MAX = 4096  # characters of an invitation; one with 8 addresses has 400
 
 
 def environment() -> Mapping[str, str]:
@@ -104,7 +105,9 @@ def agent_config(argv: Sequence[str], environ: Mapping[str, str]) -> AgentConfig
         description="Run this machine's agent in the foreground.",
         epilog="Name, zone, peers, bind and port are remembered for later starts.",
     )
-    parser.add_argument("--join", metavar="LINE", help="join a mesh with the line of `mesh invite`")
+    parser.add_argument(
+        "--join", metavar="LINE", help="join a mesh with the line of `mesh invite`; - reads stdin"
+    )
     parser.add_argument("--name", help="this machine's name in the mesh (default: host name)")
     parser.add_argument("--zone", help="where it stands, e.g. a room or a switch")
     parser.add_argument("--peer", action="append", metavar="HOST:PORT", help="a member to dial")
@@ -128,7 +131,7 @@ def agent_config(argv: Sequence[str], environ: Mapping[str, str]) -> AgentConfig
             bind=tuple(map(str, pick("bind", args.bind, ()))),  # type: ignore[call-overload]
             port=int(pick("port", args.port, DEFAULT_PORT)),  # type: ignore[call-overload]
             python=str(pick("python", args.python, sys.executable)),
-            join=args.join,
+            join=sys.stdin.readline(_LINE_MAX).strip() if args.join == "-" else args.join,
         )
     except (TypeError, ValueError) as e:
         raise ConfigError(f"{home / 'config.json'} is not usable: {e}") from e

@@ -308,15 +308,22 @@ class Dialer:
         self, address: Address, expected: NodeId | None
     ) -> tuple[ResponseHandler, NodeId]:
         loop = asyncio.get_running_loop()
+        protocol = ResponseHandler(loop)
         try:
             async with asyncio.timeout(DIAL_S):
-                transport, protocol = await loop.create_connection(
-                    lambda: ResponseHandler(loop),
-                    address.host,
-                    address.port,
-                    ssl=self._context,
-                    server_hostname="",
-                )
+                tcp, _ = await loop.create_connection(asyncio.Protocol, address.host, address.port)
+                try:
+                    # Not in one step with the TCP connection: a dial that loses its race is
+                    # cancelled, and only this way can its socket be closed at once.
+                    transport = await loop.start_tls(
+                        tcp, protocol, self._context, server_hostname=""
+                    )
+                except BaseException:
+                    tcp.abort()
+                    raise
+                if transport is None:
+                    raise TransportError("the connection was closed")
+                protocol.connection_made(transport)
         except TimeoutError:
             raise TransportError("no answer") from None
         except OSError as e:
