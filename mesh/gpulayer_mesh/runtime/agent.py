@@ -36,9 +36,9 @@ from gpulayer_mesh.core.types import (
     Snapshot,
 )
 from gpulayer_mesh.errors import ExitCode, GpuLayerError, NotAllowedError
+from gpulayer_mesh.runtime import footprint, preflight
 from gpulayer_mesh.runtime import identity as identities
 from gpulayer_mesh.runtime import interfaces as nics
-from gpulayer_mesh.runtime import preflight
 from gpulayer_mesh.runtime.capabilities import Machine
 from gpulayer_mesh.runtime.dial import Dialer
 from gpulayer_mesh.runtime.discovery import Discovery, mesh_tag
@@ -50,11 +50,12 @@ from gpulayer_mesh.runtime.jobdoor import JobDoor
 from gpulayer_mesh.runtime.packets import PacketPort
 from gpulayer_mesh.runtime.peers import ADDRESSES_MAX, Peers
 from gpulayer_mesh.runtime.shims import ShimRunner
-from gpulayer_mesh.runtime.startup import enter_mesh, free_port, only_agent
+from gpulayer_mesh.runtime.startup import claim_port, enter_mesh, only_agent
 from gpulayer_mesh.runtime.store import ChunkStore
 
 log = logging.getLogger("gpulayer.agent")
 
+SETTLED_S = 30.0  # by then everything that only the start needs has run
 LOAD_S = 5.0  # psutil's figures cost 1 ms
 TARGETS_MAX = 1024  # of one pre-flight: the largest job
 
@@ -82,13 +83,15 @@ class Agent:
         """
         with only_agent(self.home) as note_port:
             hosts = self.config.bind or ("0.0.0.0", "::")
-            self.port = free_port(hosts, self.config.port)
-            mesh = await enter_mesh(self.config, self.identity, self._addresses())
-            self.book = mesh.book
-            self.boot = identities.next_boot(self.home)
-            configuration.remember(self.config)
             async with contextlib.AsyncExitStack() as stack:
-                await self._open(stack, hosts)
+                packets = await claim_port(hosts, self.config.port)
+                stack.callback(packets.close)
+                self.port = packets.port
+                mesh = await enter_mesh(self.config, self.identity, self._addresses())
+                self.book = mesh.book
+                self.boot = identities.next_boot(self.home)
+                configuration.remember(self.config)
+                await self._open(stack, hosts, packets)
                 note_port(self.port)
                 log.info(
                     "%s (%s) serves on port %d: %s",
@@ -99,7 +102,9 @@ class Agent:
                 )
                 await self._serve(stop)
 
-    async def _open(self, stack: contextlib.AsyncExitStack, hosts: tuple[str, ...]) -> None:
+    async def _open(
+        self, stack: contextlib.AsyncExitStack, hosts: tuple[str, ...], packets: PacketPort
+    ) -> None:
         """Make every part; the door last, because requests come at once."""
         self.dialer = Dialer(
             context=identities.client_context(self.home), book=self.book, node=self.node
@@ -113,8 +118,6 @@ class Agent:
             interfaces=lambda: self.watch.current,
         )
         self.reservations = Reservations(self.name, cpus=self.machine.cpus)
-        packets = await PacketPort.open(hosts, self.port)
-        stack.callback(packets.close)
         self.members = Membership(
             AliveRecord(
                 self.node,
@@ -190,9 +193,12 @@ class Agent:
             self._report_load(),
             self.jobs.run(),
         ]
+        loop = asyncio.get_running_loop()
+        settled = loop.call_later(SETTLED_S, footprint.release_start_up_memory)
         async with asyncio.TaskGroup() as group:
             running = [group.create_task(one) for one in loops]
             await self._stopped_or_removed(stop)
+            settled.cancel()
             self.gossip.leave()
             for task in running:
                 task.cancel()

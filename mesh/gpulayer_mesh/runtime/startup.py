@@ -11,14 +11,15 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from gpulayer_mesh.config import AgentConfig
 from gpulayer_mesh.core.types import Addresses
-from gpulayer_mesh.errors import ConfigError, NoMeshError, NotAllowedError
+from gpulayer_mesh.errors import ConfigError, NoMeshError, NotAllowedError, TransportError
 from gpulayer_mesh.runtime import identity as identities
 from gpulayer_mesh.runtime import joining
+from gpulayer_mesh.runtime.packets import PacketPort
 
 log = logging.getLogger("gpulayer.agent")
 
@@ -86,32 +87,33 @@ async def enter_mesh(
     return mesh
 
 
-def free_port(hosts: Iterable[str], wanted: int) -> int:
-    """Return the first port from `wanted` on that is free for TCP and UDP on every host.
+async def claim_port(hosts: Sequence[str], wanted: int) -> PacketPort:
+    """Take the first port from `wanted` on that is free for TCP and UDP on every host.
+
+    Its UDP sockets are open from here on, so that agents which start at the same time on one
+    machine do not choose the same number while they join.
 
     Raises:
         ConfigError: there is none near it.
     """
-    problem: OSError | None = None
+    problem: OSError | TransportError | None = None
     for port in range(wanted, wanted + PORT_TRIES):
         try:
             for host in hosts:
-                for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
-                    _try_bind(host, port, kind)
-        except OSError as e:
+                _try_bind(host, port)
+            return await PacketPort.open(hosts, port)
+        except (OSError, TransportError) as e:
             problem = e
-            continue
-        return port
     raise ConfigError(
         f"no free port from {wanted} to {wanted + PORT_TRIES - 1}: {problem}",
         hint="give another one with --port",
     )
 
 
-def _try_bind(host: str, port: int, kind: int) -> None:
+def _try_bind(host: str, port: int) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        probe = socket.socket(family, kind)
+        probe = socket.socket(family, socket.SOCK_STREAM)
     except OSError:
         if family == socket.AF_INET6:
             return  # no IPv6 on this machine
@@ -119,6 +121,5 @@ def _try_bind(host: str, port: int, kind: int) -> None:
     with probe:
         if family == socket.AF_INET6:
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        if kind == socket.SOCK_STREAM:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
