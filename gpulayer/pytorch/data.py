@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -175,6 +176,32 @@ def padded_length(loader: Loader) -> float:
     samples = -(-sampler.total_size // sampler.num_replicas)
     size = loader.batch_size or 1
     return samples // size if loader.drop_last else -(-samples // size)
+
+
+def shared_out(loader: Loader) -> bool:
+    """Return whether a sampler gives each rank its own share."""
+    batches = getattr(loader, "batch_sampler", None)
+    samplers = (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    return any(isinstance(one, DistributedSampler) for one in samplers)
+
+
+def fingerprint(batch: Any) -> str:
+    """Return a checksum of a batch's tensors; reads them back from the device."""
+    found: list[str] = []
+
+    def look(value: Any) -> None:
+        if isinstance(value, Tensor):
+            raw = value.detach().cpu().contiguous().flatten().view(torch.uint8)
+            found.append(f"{tuple(value.shape)}:{zlib.crc32(raw.numpy().data)}")
+        elif isinstance(value, Mapping):
+            for item in value.values():
+                look(item)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                look(item)
+
+    look(batch)
+    return " ".join(found) or "no tensors"
 
 
 def set_epoch(loader: Loader, epoch: int) -> None:

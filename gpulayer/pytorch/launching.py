@@ -146,11 +146,28 @@ def run(choice: Choice, **fields: Any) -> JobOutcome:
 
     def start() -> JobOutcome:
         request: JobRequest = launcher.script_request(**fields)
+        _say_once(
+            "every rank runs this script from its top to this call; what follows runs here only"
+            if fields.get("call") is not None
+            else "code above launch() runs here and on every rank; code below it, on the ranks only"
+        )
         if choice.where is Where.LOCAL:
             return launcher.run_local(request, processes=choice.processes)
         return launcher.run_job(request)
 
     return _or_exit(start)
+
+
+_said: set[str] = set()
+
+
+def _say_once(text: str) -> None:
+    """Tell what surprises most about running one script in many places (cases E21)."""
+    from gpulayer.ui import Ui
+
+    if text not in _said:
+        _said.add(text)
+        Ui().note(text)
 
 
 def _or_exit(start: Callable[[], JobOutcome]) -> JobOutcome:

@@ -95,6 +95,8 @@ class FitLoop:
         self._window = trainer.accumulate_grad_batches
         self._step_schedulers = self._schedulers("step", plateau=False)
         self._step_plateaus = self._schedulers("step", plateau=True)
+        # Ranks that read a loader whole would train copies of each other (cases F5).
+        self._compare_ranks = self._runtime.world_size > 1 and not data.shared_out(loader)
         # the batch in hand
         self._batch_idx = -1
         self._is_last = False
@@ -162,7 +164,7 @@ class FitLoop:
         """Run the batches of an epoch; returns whether the epoch came to its last one."""
         trainer, metrics = self.trainer, self._metrics
         on_start, on_end = self._hooks["on_train_batch_start"], self._hooks["on_train_batch_end"]
-        log_every = trainer.log_every_n_steps
+        log_every = 1 if trainer.fast_dev_run else trainer.log_every_n_steps
         self._batch_idx = -1
         self._is_last = False
         stream = self._stream()
@@ -173,6 +175,8 @@ class FitLoop:
             if item is None:
                 return self._ended_early()
             batch, self._is_last = item
+            if self._compare_ranks:
+                self._warn_of_copies(batch)
             batch = self._transfer(batch, 0)
             self._batch_idx = batch_idx = self._batch_idx + 1
             trainer._total_batches += 1
@@ -225,6 +229,17 @@ class FitLoop:
             yield batch, last or number == limit
             if number == limit:
                 return
+
+    def _warn_of_copies(self, batch: Any) -> None:
+        """Compare the first batch of all ranks, once."""
+        self._compare_ranks = False
+        prints = self._runtime.gather_text(data.fingerprint(batch))
+        if len(set(prints)) < len(prints) and self._runtime.is_global_zero:
+            warnings.warn(
+                "ranks train on the same batch: a loader that is not a DataLoader over a map-style "
+                "data set must yield each rank's own share",
+                stacklevel=3,
+            )
 
     def _ended_early(self) -> bool:
         """Treat a loader that yields less than its length as at the end of its epoch."""
@@ -416,8 +431,9 @@ class FitLoop:
             return True
         if self.val_check_batch == _INF:
             return self._is_last
-        if self._is_last and self._batch_idx + 1 < self.num_batches:  # shorter than announced
-            return trainer.val_check_interval == 1.0
+        shorter_than_announced = self._is_last and self._batch_idx + 1 < self.num_batches < _INF
+        if shorter_than_announced and trainer.val_check_interval == 1.0:
+            return True
         across = trainer.check_val_every_n_epoch is None
         done = trainer._total_batches if across else self._batch_idx + 1
         return done % self.val_check_batch == 0

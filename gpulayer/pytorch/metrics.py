@@ -193,6 +193,7 @@ class Metrics:
     def start(self, peers: Peers) -> None:
         """Begin a fit with empty dictionaries."""
         self.peers = peers
+        self._entries = self._train  # an earlier fit may have failed while validating
         self.forget()
 
     def forget(self) -> None:

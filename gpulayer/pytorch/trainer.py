@@ -54,6 +54,8 @@ class Trainer:
             is a fraction: 1 is one batch, 1.0 is everything.
         val_check_interval: validate every so many batches (int), or this fraction of an epoch.
         check_val_every_n_epoch: only in such epochs; None counts batches across epochs.
+        fast_dev_run: a trial run of this many batches (True: one): one epoch, validation included,
+            no sanity check, nothing written.
         num_sanity_val_steps: validation batches before training; -1 is all, 0 none.
         log_every_n_steps: rows of step values in metrics.csv; 0 is none.
         accumulate_grad_batches: batches per optimizer step.
@@ -86,6 +88,7 @@ class Trainer:
         val_check_interval: float | None = None,
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int = 2,
+        fast_dev_run: int | bool = False,
         log_every_n_steps: int = 50,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
@@ -137,8 +140,15 @@ class Trainer:
             )
         self.gradient_clip_algorithm = algorithm
         self.use_distributed_sampler = use_distributed_sampler
+        self.fast_dev_run = fast_dev_run
         self._progress = Progress() if enable_progress_bar else None
         self._logs = logger
+        if fast_dev_run:
+            batches = arguments.at_least("fast_dev_run", int(fast_dev_run), 1)
+            self.limit_train_batches = self.limit_val_batches = batches
+            self.max_steps, self.max_epochs, self.num_sanity_val_steps = batches, 1, 0
+            self.val_check_interval, self.check_val_every_n_epoch = 1.0, 1
+            self._logs = False
         self._root_dir = None if default_root_dir is None else Path(default_root_dir)
         self._file: MetricsFile | None = None
         self._log_dir: Path | None = None

@@ -255,7 +255,6 @@ def test_unused_parameters_are_named_with_the_switch(tmp_path: Path) -> None:
             super().__init__()
             self.spare = torch.nn.Linear(2, 2)
 
-    strategy = sys.argv[1] if len(sys.argv) > 1 else "ddp"
     trainer(strategy=os.environ.get("STRATEGY", "ddp")).fit(
         Model(), DataLoader(samples(16), 2, shuffle=True)
     )
@@ -352,3 +351,22 @@ def test_failure_on_this_machine_ends_the_script_with_its_code(tmp_path: Path) -
     """
     ranks = Ranks(tmp_path / "laptop", body, 1)
     assert ranks.codes == [7], ranks.output
+
+
+def test_ranks_that_read_the_same_data_are_told(tmp_path: Path) -> None:
+    body = """
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter([sample for sample in samples(8)][RANK * SHARDED :: 1 + SHARDED])
+
+    caught = {}
+    for SHARDED in (0, 1):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            trainer().fit(Net(), DataLoader(Stream(), 2))
+        caught[SHARDED] = [str(w.message) for w in found if "same batch" in str(w.message)]
+    tell(equal=len(caught[0]), shared=len(caught[1]))
+    """
+    ranks = Ranks(tmp_path / "ranks", body, 2).check()
+    assert ranks.told(0) == {"equal": 1, "shared": 0}
+    assert ranks.told(1) == {"equal": 0, "shared": 0}
