@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+import unicodedata
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from gpulayer_mesh.core.jobspec import JobRecord, JobSpec, JobState, OutputFile
-from gpulayer_mesh.core.manifest import check_path
-from gpulayer_mesh.errors import DiscoveryError, GpuLayerError, RemoteProtocolError, TransportError
+from gpulayer_mesh.errors import DiscoveryError, GpuLayerError, TransportError
 
 from gpulayer.ui import Ui, shown_path
 from gpulayer.views import counted, rank_nodes, size
@@ -172,10 +172,8 @@ def placed(
         if not 0 <= file.rank < len(hosts) or hosts[file.rank] != node:
             refused.append(f"rank {file.rank} does not run on the node that offers {file.path!r}")
             continue
-        try:
-            check_path(file.path)
-        except RemoteProtocolError as e:
-            refused.append(e.message)
+        if problem := _unsafe(file.path):
+            refused.append(f"path {file.path[:200]!r} {problem}")
             continue
         usual = path = PurePosixPath("" if file.rank == 0 else f"rank{file.rank}", file.path)
         attempt = 1
@@ -186,6 +184,19 @@ def placed(
         folders.update(path.parents)
         result.append((node, file, path))
     return result, refused
+
+
+def _unsafe(path: str) -> str | None:
+    """Return why a path that a peer names may not be written below a folder here.
+
+    Unlike a bundle, which must unpack on every system, an output may have any name that this one
+    can store: "loss:0.3.pt" comes home.
+    """
+    if any(unicodedata.category(char) == "Cc" for char in path):  # NUL among them
+        return "contains a control character"
+    if {"", ".", ".."} & set(path.split("/")):
+        return "is not relative and plain (no empty, '.' or '..' parts)"
+    return None
 
 
 def _hidden(file: OutputFile) -> bool:

@@ -7,6 +7,7 @@ watches. It does not know what a script does, nor how placement or an agent deci
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets as random_bytes
 import signal
 import sys
@@ -323,11 +324,11 @@ def _spec(client: MeshClient, request: JobRequest, packed: _Packed, plan: Plan) 
     return JobSpec(
         id=new_job_id(),
         kind=request.kind,
-        name=request.name[:256],
+        name=os.fsencode(request.name[:256]).decode("utf-8", "replace"),  # for tables
         submitter=client.identity.node,
         submitter_name=client.name,
         submitted_at=time.time(),
-        argv=request.argv,
+        argv=tuple(map(os.fsencode, request.argv)),
         python=request.python,
         cwd=request.cwd,
         env=env.forwarded_env() | dict(request.env),

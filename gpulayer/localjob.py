@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 import shutil
 import sys
@@ -60,7 +61,7 @@ async def run(request: JobRequest, processes: int) -> JobOutcome:
         submitter="0" * 64,  # nobody signs or checks: it never leaves this process
         submitter_name=NAME,
         submitted_at=time.time(),
-        argv=_in_place(request),
+        argv=tuple(map(os.fsencode, _in_place(request))),
         python=request.python,
         cwd="",
         env=dict(request.env),

@@ -32,7 +32,7 @@ def spec(*processes: int, **fields: object) -> JobSpec:
         "submitter": node(99),
         "submitter_name": "laptop",
         "submitted_at": 1_700_000_000.25,
-        "argv": ("train.py", "--x", "a b"),
+        "argv": (b"train.py", b"--x", b"a b"),
         "python": True,
         "cwd": "",
         "env": {},

@@ -29,7 +29,7 @@ SPEC = JobSpec(
     submitter="9" * 64,
     submitter_name="laptop",
     submitted_at=0.0,
-    argv=("train.py",),
+    argv=(b"train.py",),
     python=True,
     cwd="",
     env={},
@@ -234,12 +234,19 @@ def test_working_folder_gives_way_to_output() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["../x", "/etc/x", "a/../x", "", "a//b", "a\\b", "x\n", ".", "c:x"]
+    "path", ["../x", "..", "/etc/x", "a/../x", "", "a//b", "a/", "x\n", "x\0", "\x9bx", ".", "a/."]
 )
 def test_unsafe_path_of_a_peer_is_refused(path: str) -> None:
     found, refused = jobs.placed(SPEC, [(A, out(path))])
     assert found == []
     assert len(refused) == 1
+
+
+@pytest.mark.parametrize("path", ["loss:0.3.pt", "a\\b", "e\u0301", "con", "...", "..x/y..", " "])
+def test_output_may_have_a_name_that_no_bundle_may_have(path: str) -> None:
+    found, refused = jobs.placed(SPEC, [(A, out(path))])
+    assert [str(place) for _, _, place in found] == [path]
+    assert refused == []
 
 
 def test_node_offers_files_of_its_own_ranks_only() -> None:

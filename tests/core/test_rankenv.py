@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from gpulayer_mesh.core import wire
 from gpulayer_mesh.core.jobspec import GoOrder, JobSpec, Slot
 from gpulayer_mesh.core.rankenv import HostContext, first_rank, rank_argv, rank_environment
 from gpulayer_mesh.core.types import Accelerator, Device
@@ -207,8 +208,18 @@ def test_mps_falls_back_to_the_cpu_unless_the_user_says_otherwise() -> None:
 
 def test_arguments_are_passed_untouched() -> None:
     words = ("train.py", "", " a ", "'\"", '{"a": 1}', "$HOME", "`x`", "a\nb", "--", "æ")
-    assert rank_argv(spec(1, argv=words), host()) == ("/opt/python", *words)
-    assert rank_argv(spec(1, argv=("sh", "-c", "x"), python=False), host()) == ("sh", "-c", "x")
+    job = spec(1, argv=tuple(word.encode() for word in words))
+    assert rank_argv(job, host()) == ("/opt/python", *words)
+    command = spec(1, argv=(b"sh", b"-c", b"x"), python=False)
+    assert rank_argv(command, host()) == ("sh", "-c", "x")
+
+
+def test_arguments_that_are_no_text_travel_byte_for_byte() -> None:
+    words = (b"train.py", b"caf\xe9", b"\xff\xfe", bytes(range(1, 256)))
+    sent = wire.pack(spec(1, argv=words))
+    arrived = wire.decode_as(JobSpec, wire.unpack(sent))
+    assert arrived.argv == words
+    assert tuple(map(os.fsencode, rank_argv(arrived, host())[1:])) == words
 
 
 def test_secrets_reach_the_rank_from_the_order_only() -> None:

@@ -124,6 +124,7 @@ if __name__ == "__main__":
 
 # What shells and other launchers are known to eat.
 ARGV = [
+    "caf\udce9",  # the byte 0xe9, which is no UTF-8
     "two words",
     "it's",
     'say "x"',

@@ -66,8 +66,11 @@ class JobSpec:
     submitter: NodeId
     submitter_name: Name
     submitted_at: float  # wall clock of the submitter; display only
-    # With `python` the node's own interpreter is put before argv, so no path of the client travels.
-    argv: Annotated[tuple[Annotated[str, Meta(max_length=128 * 1024)], ...], Meta(max_length=4096)]
+    # Bytes, because arguments need not be text (128 KiB is Linux's limit for one). With `python`
+    # the node's own interpreter is put before argv, so no path of the client travels.
+    argv: Annotated[
+        tuple[Annotated[bytes, Meta(max_length=128 * 1024)], ...], Meta(max_length=4096)
+    ]
     python: bool
     cwd: RelPath  # inside the bundle; "" is its root
     env: EnvMap

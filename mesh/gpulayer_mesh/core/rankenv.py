@@ -65,8 +65,12 @@ def world_size(spec: JobSpec) -> int:
 
 
 def rank_argv(spec: JobSpec, host: HostContext) -> tuple[str, ...]:
-    """Return a rank's argument list; no shell ever sees it."""
-    return (host.python, *spec.argv) if spec.python else spec.argv
+    """Return a rank's argument list; no shell ever sees it.
+
+    Bytes that are no UTF-8 become surrogate escapes, which the shim turns back.
+    """
+    argv = tuple(argument.decode("utf-8", "surrogateescape") for argument in spec.argv)
+    return (host.python, *argv) if spec.python else argv
 
 
 def rank_environment(
