@@ -69,7 +69,8 @@ class Bundle:
 
     def summary(self) -> str:
         """One line: "214 files, 3.1 MB, skipped: data/ (gitignore) 18 GB"."""
-        text = f"{self.files} files, {human(self.total_bytes)}"
+        plural = "" if self.files == 1 else "s"
+        text = f"{self.files} file{plural}, {human(self.total_bytes)}"
         shown = [s for s in self.skipped if s.reason not in ("git", "cache")]
         named = [
             f"{s.path} ({s.reason})" + (f" {human(s.size)}" if s.size is not None else "")

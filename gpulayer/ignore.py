@@ -334,6 +334,8 @@ def _never(entry: os.DirEntry[str], is_dir: bool) -> str | None:
         os.path.lexists(os.path.join(entry.path, mark)) for mark in ("pyvenv.cfg", "conda-meta")
     ):
         return "virtual environment"
+    if is_dir and os.path.lexists(os.path.join(entry.path, "identity.key")):
+        return "gpulayer state"
     if not is_dir and entry.name.endswith((".pyc", ".pyo")):
         return "cache"
     return None

@@ -20,7 +20,7 @@ import platformdirs
 
 from gpulayer_mesh.errors import ConfigError
 
-DEFAULT_PORT = 47433  # unassigned by IANA; above every well-known and below ephemeral ranges
+DEFAULT_PORT = 17433  # below every system's ephemeral range, so that no connection takes it first
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
 _CONFIG_MAX_BYTES = 64 * 1024  # a few names and peers
 _LINE_MAX = 4096  # characters of an invitation; one with 8 addresses has 400

@@ -1,0 +1,105 @@
+"""What networks do to people: no remembered address, UDP or ephemeral ports blocked, two jobs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+from lan import Lan
+from meshes import GPULAYER, LanMesh, until
+
+pytestmark = [pytest.mark.lan, pytest.mark.timeout(240)]
+
+ENVIRONMENT = """
+import json, os
+from gpulayer.pytorch import launch
+launch(nodes=3, accelerator="cpu", devices=1)
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+dist.destroy_process_group()
+names = ["MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "RANK", "WORLD_SIZE"]
+with open(os.environ["GPULAYER_OUT"] + "/env.json", "w") as file:
+    json.dump({name: os.environ[name] for name in names}, file)
+"""
+
+
+@pytest.fixture(scope="module")
+def mesh(lan: Lan) -> Iterator[LanMesh]:
+    mesh = LanMesh(lan)
+    mesh.form()
+    yield mesh
+    for host in lan:
+        host.clear()
+
+
+def test_commands_find_the_mesh_by_mdns_alone(mesh: LanMesh) -> None:
+    peers = next(mesh.laptop.home.rglob("peers.msgpack"))
+    peers.unlink()
+    assert all(mesh.status()[box.name]["state"] == "alive" for box in mesh.boxes)
+
+
+def test_ranks_meet_over_the_lan_and_never_over_docker0(mesh: LanMesh) -> None:
+    folder = mesh.laptop.home / "environment"
+    folder.mkdir()
+    (folder / "train.py").write_text(ENVIRONMENT)
+    runs = [mesh.laptop.popen(["python", "train.py"], cwd=folder) for _ in range(2)]
+    for run in runs:  # two jobs at once on the same hosts
+        assert run.wait(120) == 0, run.output()
+    found = [json.loads(path.read_text()) for path in folder.rglob("env.json")]
+    assert len(found) == 6
+    boxes = {box.address for box in mesh.boxes}
+    assert {env["MASTER_ADDR"] for env in found} <= boxes
+    assert {env["GLOO_SOCKET_IFNAME"] for env in found} == {"eth0"}
+    assert len({(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in found}) == 2
+    assert sorted(env["RANK"] for env in found) == ["0", "0", "1", "1", "2", "2"]
+
+
+def test_mesh_works_where_udp_is_blocked_and_says_so(mesh: LanMesh) -> None:
+    box = mesh.boxes[0]
+    box.block("udp")
+    try:
+        # Whoever answers sees the box, or the box sees everybody, through TCP.
+        until(lambda: any(row["via"] == "tcp" for row in mesh.status().values()), 60, every_s=1)
+        assert mesh.state(box.name) == "alive"
+    finally:
+        box.clear()
+    until(lambda: mesh.state(box.name) == "alive", 20)
+
+
+def test_blocked_ephemeral_ports_are_named_before_the_start(mesh: LanMesh) -> None:
+    box = mesh.boxes[1]
+    box.block("tcp", "32768:60999")  # Linux's ephemeral range; the agents' own port is open
+    try:
+        started = time.monotonic()
+        done = mesh.laptop.run(
+            [GPULAYER, "run", "--nodes", "3", "--", "python", "-c", "print('started')"], timeout=60
+        )
+        took = time.monotonic() - started
+    finally:
+        box.clear()
+    assert done.returncode == 3, done.stderr
+    assert "started" not in done.stdout
+    assert f"cannot connect to {box.name}" in done.stderr
+    print(f"refused after {took:.1f} s")
+
+
+def test_cut_cable_fails_the_job_by_name(mesh: LanMesh) -> None:
+    box = mesh.boxes[2]
+    run = mesh.laptop.popen(
+        [GPULAYER, "run", "--nodes", "3", "--", "python", "-c", "print('up', flush=True);"
+         "import time; time.sleep(600)"]
+    )  # fmt: skip
+    run.expect(rf"{box.name}\] up", 60)
+    box.cut()
+    try:
+        assert run.wait(60) not in (0, 130), run.output()
+        assert box.name in run.output()
+        # Cut off, it ends its own ranks when the keeper's lease runs out.
+        until(lambda: not box.processes("time.sleep(600)"), 60)
+    finally:
+        box.restore()
+    until(lambda: not mesh.ranks(), 30)
+    until(lambda: mesh.state(box.name) == "alive", 60)
