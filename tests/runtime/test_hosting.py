@@ -1,0 +1,717 @@
+"""Jobs on one node: who may do what, what is refused, and what a new agent takes over.
+
+Real machines, folders, stores, shims and small Python ranks; only the network between the boxes
+is a dictionary. Requests pass the same checks as at the door, whose own tests are in test_door.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from gpulayer_mesh.core import certificates, roster, wire
+from gpulayer_mesh.core.jobspec import (
+    GoOrder,
+    HostPhase,
+    HostReport,
+    JobKind,
+    JobRecord,
+    JobSpec,
+    JobState,
+    RankState,
+    RankStatus,
+    Slot,
+)
+from gpulayer_mesh.core.lease import Reservations
+from gpulayer_mesh.core.logrecord import RecordParser
+from gpulayer_mesh.core.manifest import Entry, Manifest, pack_manifest
+from gpulayer_mesh.core.roster import Roster, RosterBook
+from gpulayer_mesh.core.types import Accelerator, Addresses, NodeId, Role
+from gpulayer_mesh.errors import (
+    GpuLayerError,
+    NotAllowedError,
+    NotFoundError,
+    PlacementBusyError,
+    RemoteProtocolError,
+    TransportError,
+)
+from gpulayer_mesh.runtime.door import DoorRequest, Route, Stream
+from gpulayer_mesh.runtime.hosting import JobHost, Site
+from gpulayer_mesh.runtime.jobdoor import JobDoor
+from gpulayer_mesh.runtime.preflight import FreePorts
+from gpulayer_mesh.runtime.shims import ShimRunner
+from gpulayer_mesh.runtime.store import ChunkStore
+from shim_jobs import eventually
+
+pytestmark = pytest.mark.network  # FreePorts binds
+
+JOB = "0123456789"
+CONTENT = b"shipped\n"
+CHUNK = hashlib.sha256(CONTENT).digest()
+MANIFEST, MANIFEST_SHA = pack_manifest(
+    Manifest((Entry("a.txt", size=len(CONTENT), sha256=CHUNK, chunks=(CHUNK,)),))
+)
+ORDER = GoOrder("127.0.0.1", 29400, ("127.0.0.1", "127.0.0.1"))
+WAITS = """
+import os, time
+print("up", flush=True)
+while not os.path.exists("finish"):
+    time.sleep(0.02)
+open(os.environ["GPULAYER_OUT"] + "/loss:0.3.txt", "w").write("done")
+"""
+ROLES = {
+    "laptop": (Role.LAUNCHER,),
+    "box-0": (Role.WORKER,),
+    "box-1": (Role.WORKER,),
+    "box-2": (Role.WORKER,),
+    "boss": (Role.ADMIN,),
+    "other": (Role.WORKER, Role.LAUNCHER),
+}
+
+
+class Mesh:
+    """Members by name, their keys, and the boxes that run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.keys = {name: Ed25519PrivateKey.generate() for name in ROLES}
+        self.ca = Ed25519PrivateKey.generate()
+        self.boxes: dict[NodeId, Box] = {}
+        entries = tuple(
+            roster.entry(key.public_key().public_bytes_raw(), name, ROLES[name])
+            for name, key in self.keys.items()
+        )
+        self.roster = Roster(certificates.id_of(self.ca), 1, entries)
+
+    def node(self, name: str) -> NodeId:
+        return certificates.id_of(self.keys[name])
+
+    def book(self) -> RosterBook:
+        return RosterBook(self.ca.public_key(), roster.seal_roster(self.ca, self.roster))
+
+    def remove(self, name: str) -> None:
+        """Every running box learns of it."""
+        self.roster = roster.without_member(self.roster, self.node(name))
+        for box in self.boxes.values():
+            box.book.offer(roster.seal_roster(self.ca, self.roster))
+
+    def spec(self, *names: str, code: str = "", **fields: object) -> JobSpec:
+        known: dict[str, object] = {
+            "id": JOB,
+            "kind": JobKind.COMMAND,
+            "name": "train.py",
+            "submitter": self.node("laptop"),
+            "submitter_name": "laptop",
+            "submitted_at": 1_700_000_000.0,
+            "argv": (b"-c", code.encode()),
+            "python": True,
+            "cwd": "",
+            "env": {},
+            "accelerator": Accelerator.CPU,
+            "slots": tuple(Slot(self.node(name), name, 1) for name in names or ("box-0",)),
+            "manifest": MANIFEST_SHA,
+            "bundle_bytes": len(CONTENT),
+            "stop_grace_s": 2.0,
+        }
+        return JobSpec(**(known | fields))  # type: ignore[arg-type]
+
+    def sign(self, spec: JobSpec, by: str = "laptop", **fields: Any) -> bytes:
+        known = {
+            "kind": "job",
+            "mesh": self.roster.mesh,
+            "sender": self.node(by),
+            "audience": spec.id,
+        }
+        return wire.seal(self.keys[by], body=spec, **(known | fields))
+
+    async def start(self, *names: str, **fields: Any) -> list[Box]:
+        boxes = [Box(self, name, **fields) for name in names]
+        for box in boxes:
+            await box.start()
+        return boxes
+
+    async def stage(self, spec: JobSpec, to: HostPhase = HostPhase.STAGED) -> None:
+        """Bring a job on all its boxes as far as this, as the launcher does."""
+        for slot in spec.slots:
+            box = self.boxes[slot.node]
+            await box.ask("laptop", "POST", "reserve", {"spec": self.sign(spec)})
+            if to is HostPhase.RESERVED:
+                continue
+            await box.ask("laptop", "POST", "manifest", raw=MANIFEST)
+            if to is HostPhase.STAGING:
+                continue
+            await box.ask("laptop", "PUT", f"/v1/chunks/{CHUNK.hex()}", raw=CONTENT, job=JOB)
+            source = {"node": slot.node, "addresses": []}
+            await box.ask("laptop", "POST", "stage", {"sources": [source], "owners": [0]})
+
+
+class Box:
+    """One agent's jobs, reached as through its door."""
+
+    def __init__(self, mesh: Mesh, name: str, *, cpus: int = 4) -> None:
+        self.mesh = mesh
+        self.name = name
+        self.node = mesh.node(name)
+        self.home = mesh.folder / name
+        self.home.mkdir(exist_ok=True)
+        self.book = mesh.book()
+        self.calls: list[tuple[str, str]] = []  # (node's name, path)
+        self.unreachable: set[str] = set()
+        self.shims = ShimRunner()
+        self.reservations = Reservations(name, cpus=cpus)
+        self.host = JobHost(
+            Site(
+                node=self.node,
+                name=name,
+                home=self.home,
+                python=sys.executable,
+                environ={"PATH": "/usr/bin:/bin"},
+                book=self.book,
+                reservations=self.reservations,
+                store=ChunkStore(self.home / "chunks"),
+                shims=self.shims,
+                call=self.call,
+                devices=lambda: (),
+                interface_for=lambda hosts: None,
+                changed=lambda: None,
+            )
+        )
+        self.door = JobDoor(
+            self.host,
+            ports=FreePorts(),
+            missing_imports=self._missing_imports,
+            open_preflight=self._open_preflight,
+            check_preflight=self._check_preflight,
+        )
+
+    async def start(self) -> None:
+        self.mesh.boxes[self.node] = self
+        self._running = asyncio.create_task(self.host.run())
+        await asyncio.sleep(0)  # adopts before its first wait
+
+    async def crash(self) -> None:
+        """End this agent without a word; its shims live on."""
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+        del self.mesh.boxes[self.node]
+
+    async def restart(self) -> Box:
+        await self.crash()
+        (box,) = await self.mesh.start(self.name)
+        return box
+
+    async def close(self) -> None:
+        await self.crash()
+        for folder in (self.home / "jobs").glob("*/"):
+            self.shims.kill(folder)
+            await eventually(lambda folder=folder: not self.shims.alive(folder))
+
+    async def ask(
+        self,
+        who: str,
+        method: str,
+        path: str,
+        body: object = None,
+        /,
+        *,
+        raw: bytes | None = None,
+        **query: str,
+    ) -> Any:
+        """One request; a path without a slash in front is one of the job."""
+        path = path if path.startswith("/") else f"/v1/jobs/{JOB}/{path}".rstrip("/")
+        route, params = self._route(method, path)
+        peer = self.mesh.node(who)
+        roles = self.book.roles(peer)
+        if route.allow is not None and route.allow not in roles:
+            raise NotAllowedError("the door lets only some roles in")
+        data = wire.pack({} if body is None else body) if raw is None else raw
+        assert len(data) <= route.max_body
+        return await route.handler(DoorRequest(peer, roles, params, query, data))
+
+    def _route(self, method: str, path: str) -> tuple[Route, Mapping[str, str]]:
+        for route in self.door.routes():
+            match = re.fullmatch(re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", route.path), path)
+            if match and route.method == method:
+                return route, match.groupdict()
+        raise AssertionError(f"no route {method} {path}")
+
+    async def call(
+        self,
+        node: NodeId,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        addresses: Addresses = (),
+        deadline_s: float = 10.0,
+    ) -> bytes:
+        """`PeerCall` to the other boxes of the test."""
+        name = next(name for name in ROLES if self.mesh.node(name) == node)
+        self.calls.append((name, path))
+        if name in self.unreachable or node not in self.mesh.boxes:
+            raise TransportError(f"{name} cannot be reached")
+        path, _, query = path.partition("?")
+        pairs = dict(pair.split("=") for pair in query.split("&") if pair)
+        answer = await self.mesh.boxes[node].ask(self.name, method, path, raw=body, **pairs)
+        return answer if isinstance(answer, bytes) else wire.pack(answer)
+
+    async def _missing_imports(self, names: object) -> list[str]:
+        return []
+
+    async def _open_preflight(self) -> tuple[int, bytes]:
+        return 1, b"nonce"
+
+    async def _check_preflight(self, targets: object) -> list[object]:
+        return []
+
+    def phase(self) -> HostPhase:
+        return self.host.jobs[JOB].machine.phase
+
+    def state(self) -> JobState:
+        return self.host.jobs[JOB].current_record().state
+
+    def seen(self) -> object:
+        """What a refused request must not change."""
+        one = self.host.jobs.get(JOB)
+        papers = sorted(str(path) for path in (self.home / "jobs").rglob("*"))
+        known = one and (one.report(), one.record, one.kept, one.manifest)
+        return known, papers, self.reservations.grants
+
+    @property
+    def work(self) -> Path:
+        return self.home / "jobs" / JOB / "work"
+
+    async def log(self, *, follow: bool = True) -> bytes:
+        stream = await self.ask("other", "GET", "logs", follow="1" if follow else "0")
+        parser = RecordParser()
+        return b"".join([r.data for b in [p async for p in stream.pieces] for r in parser.feed(b)])
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    made = Mesh(tmp_path)
+    yield made
+    for box in list(made.boxes.values()):
+        await box.close()
+
+
+# --- reserve -------------------------------------------------------------------------------------
+
+Forge = Callable[[Mesh], bytes]
+FORGED: dict[str, tuple[type[GpuLayerError], Forge]] = {
+    "signed by somebody else": (RemoteProtocolError, lambda m: m.sign(m.spec(), "other")),
+    "signed with another key": (
+        RemoteProtocolError,
+        lambda m: m.sign(m.spec(), "other", sender=m.node("laptop")),
+    ),
+    "signed as something else": (RemoteProtocolError, lambda m: m.sign(m.spec(), kind="caps")),
+    "of another mesh": (RemoteProtocolError, lambda m: m.sign(m.spec(), mesh="0" * 64)),
+    "signed for another job": (
+        RemoteProtocolError,
+        lambda m: m.sign(m.spec(), audience="0" * 10),
+    ),
+    "of another job": (RemoteProtocolError, lambda m: m.sign(m.spec(id="1" * 10))),
+    "names the node twice": (RemoteProtocolError, lambda m: m.sign(m.spec("box-0", "box-0"))),
+    "names another twice": (
+        RemoteProtocolError,
+        lambda m: m.sign(m.spec("box-0", "box-1", "box-1")),
+    ),
+    "does not name the node": (RemoteProtocolError, lambda m: m.sign(m.spec("box-1"))),
+    "leaves its folder": (RemoteProtocolError, lambda m: m.sign(m.spec(cwd="a/../.."))),
+    "of another launcher": (
+        NotAllowedError,
+        lambda m: m.sign(m.spec(submitter=m.node("other")), "other"),
+    ),
+    "no envelope": (RemoteProtocolError, lambda m: b"x"),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+async def test_forged_job_reserves_nothing(mesh: Mesh, case: str) -> None:
+    (box,) = await mesh.start("box-0")
+    error, forge = FORGED[case]
+    with pytest.raises(error):
+        await box.ask("laptop", "POST", "reserve", {"spec": forge(mesh)})
+    assert box.seen() == (None, [], ())
+
+
+async def test_worker_may_not_launch_whatever_it_signs(mesh: Mesh) -> None:
+    (box,) = await mesh.start("box-0")
+    signed = mesh.sign(mesh.spec(submitter=mesh.node("box-1")), "box-1")
+    with pytest.raises(NotAllowedError):
+        await box.ask("box-1", "POST", "reserve", {"spec": signed})
+    # Nor by the hand of somebody who may.
+    with pytest.raises(NotAllowedError):
+        await box.ask("other", "POST", "reserve", {"spec": signed})
+    assert box.seen() == (None, [], ())
+
+
+async def test_launcher_without_the_worker_role_takes_no_job(mesh: Mesh) -> None:
+    (box,) = await mesh.start("laptop")
+    with pytest.raises(NotAllowedError, match="laptop is no worker"):
+        await box.ask("laptop", "POST", "reserve", {"spec": mesh.sign(mesh.spec("laptop"))})
+
+
+async def test_reserve_may_be_repeated_until_the_job_has_ended(mesh: Mesh) -> None:
+    (box,) = await mesh.start("box-0")
+    body = {"spec": mesh.sign(mesh.spec())}
+    for _ in range(2):
+        report = await box.ask("laptop", "POST", "reserve", body)
+        assert report.phase is HostPhase.RESERVED
+    other = mesh.sign(mesh.spec(argv=(b"other.py",)))
+    with pytest.raises(RemoteProtocolError, match="was here before"):
+        await box.ask("laptop", "POST", "reserve", {"spec": other})
+    await box.ask("laptop", "POST", "release")
+    assert box.reservations.grants == ()
+    with pytest.raises(RemoteProtocolError, match="was here before"):
+        await box.ask("laptop", "POST", "reserve", body)
+    box = await box.restart()
+    assert box.state() is JobState.CANCELLED
+    with pytest.raises(RemoteProtocolError, match="was here before"):
+        await box.ask("laptop", "POST", "reserve", body)
+    assert box.reservations.grants == ()
+
+
+async def test_busy_node_names_the_holder(mesh: Mesh) -> None:
+    (box,) = await mesh.start("box-0", cpus=1)
+    await mesh.stage(mesh.spec(), HostPhase.RESERVED)
+    second = "1" * 10
+    signed = mesh.sign(mesh.spec(id=second))
+    with pytest.raises(PlacementBusyError, match=f"busy with job {JOB}"):
+        await box.ask("laptop", "POST", f"/v1/jobs/{second}/reserve", {"spec": signed})
+    assert list(box.host.jobs) == [JOB]
+    assert not (box.home / "jobs" / second).exists()
+
+
+# --- rights --------------------------------------------------------------------------------------
+
+EVERYBODY = {"laptop", "box-0", "box-2", "boss", "other"}
+JOBS = {"laptop", "box-0", "box-2"}  # the submitter, the keeper, another participant
+RIGHTS = {
+    "GET /v1/jobs": EVERYBODY,
+    "GET ": EVERYBODY,
+    "GET logs": EVERYBODY,
+    "POST reserve": {"laptop"},
+    "POST release": {"laptop"},
+    "POST manifest": {"laptop"},
+    f"PUT /v1/chunks/{CHUNK.hex()}": {"laptop"},
+    f"GET chunks/{CHUNK.hex()}": JOBS,
+    "POST stage": {"laptop"},
+    "POST preflight/open": {"laptop"},
+    "POST preflight/check": {"laptop"},
+    "POST port": {"laptop"},
+    "POST go": {"laptop"},
+    "POST start": {"box-0"},
+    "POST lease": {"box-0"},
+    "POST halt": {"box-0"},
+    "POST report": {"box-0", "box-2"},
+    "POST stop": JOBS | {"boss"},
+    "GET files": JOBS | {"boss"},
+    "GET file": JOBS | {"boss"},
+}
+
+
+async def test_every_route_has_its_rights_stated(mesh: Mesh) -> None:
+    box = Box(mesh, "box-1")
+    stated = set()
+    for request in RIGHTS:
+        method, path = request.split(" ")
+        full = path if path.startswith("/") else f"/v1/jobs/{JOB}/{path}".rstrip("/")
+        stated.add(id(box._route(method, full)[0].handler.__func__))  # type: ignore[attr-defined]
+    assert stated == {id(route.handler.__func__) for route in box.door.routes()}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("request_", RIGHTS)
+@pytest.mark.parametrize("who", sorted(EVERYBODY))
+async def test_member_may_do_what_its_place_in_the_job_allows(
+    mesh: Mesh, request_: str, who: str
+) -> None:
+    (box,) = await mesh.start("box-1")
+    spec = mesh.spec("box-0", "box-1", "box-2")
+    box.unreachable = {"box-0", "box-2"}
+    await box.ask("laptop", "POST", "reserve", {"spec": mesh.sign(spec)})
+    await box.ask("laptop", "POST", "manifest", raw=MANIFEST)
+    await box.ask("laptop", "PUT", f"/v1/chunks/{CHUNK.hex()}", raw=CONTENT, job=JOB)
+    before = box.seen()
+    method, path = request_.split(" ")
+    body = {"spec": mesh.sign(spec)} if path == "reserve" else None
+    try:
+        await box.ask(who, method, path, body, job=JOB)
+        refused = False
+    except NotAllowedError:
+        refused = True
+    except GpuLayerError:
+        refused = False  # it may; the request itself is not one
+    assert refused is (who not in RIGHTS[request_])
+    if refused:
+        assert box.seen() == before
+
+
+async def test_unknown_job_is_not_found(mesh: Mesh) -> None:
+    (box,) = await mesh.start("box-0")
+    for request_ in RIGHTS.keys() - {"GET /v1/jobs", "POST reserve"}:
+        method, path = request_.split(" ")
+        who = sorted(RIGHTS[request_])[-1]
+        with pytest.raises(NotFoundError):
+            await box.ask(who, method, path, job=JOB)
+
+
+# --- before the start ----------------------------------------------------------------------------
+
+
+async def test_chunk_outside_the_manifest_is_refused(mesh: Mesh) -> None:
+    (box,) = await mesh.start("box-0")
+    await mesh.stage(mesh.spec(), HostPhase.STAGING)
+    foreign = hashlib.sha256(b"foreign").digest()
+    for name in (foreign.hex(), "zz", CHUNK.hex()[:10]):
+        with pytest.raises(RemoteProtocolError, match="not part of the job"):
+            await box.ask("laptop", "PUT", f"/v1/chunks/{name}", raw=b"foreign", job=JOB)
+        with pytest.raises(RemoteProtocolError, match="not part of the job"):
+            await box.ask("laptop", "GET", f"chunks/{name}")
+    with pytest.raises(RemoteProtocolError, match="another hash"):
+        await box.ask("laptop", "PUT", f"/v1/chunks/{CHUNK.hex()}", raw=b"shipped?", job=JOB)
+    with pytest.raises(RemoteProtocolError, match="hash the job names"):
+        await box.ask("laptop", "POST", "manifest", raw=pack_manifest(Manifest())[0])
+    assert box.host.site.store.missing([CHUNK, foreign]) == [CHUNK, foreign]
+
+
+@pytest.mark.parametrize(
+    ("sources", "owners"),
+    [(["box-0"], []), (["box-0"], [0, 0]), (["box-0"], [1]), (["box-0"], [-1]), (["other"], [0])],
+)
+async def test_stage_order_must_fit_the_job(
+    mesh: Mesh, sources: list[str], owners: list[int]
+) -> None:
+    (box,) = await mesh.start("box-0")
+    order = {
+        "sources": [{"node": mesh.node(name), "addresses": []} for name in sources],
+        "owners": owners,
+    }
+    await mesh.stage(mesh.spec(), HostPhase.RESERVED)
+    with pytest.raises(RemoteProtocolError, match="before the manifest"):
+        await box.ask("laptop", "POST", "stage", order)
+    await box.ask("laptop", "POST", "manifest", raw=MANIFEST)
+    with pytest.raises(RemoteProtocolError, match="stage order"):
+        await box.ask("laptop", "POST", "stage", order)
+    assert box.phase() is HostPhase.STAGING
+
+
+async def test_chunk_comes_from_another_participant(mesh: Mesh) -> None:
+    spec = mesh.spec("box-0", "box-1")
+    first, second = await mesh.start("box-0", "box-1")
+    await mesh.stage(spec, HostPhase.STAGING)
+    sources = [{"node": box.node, "addresses": []} for box in (first, second)]
+    staging = asyncio.create_task(
+        second.ask("laptop", "POST", "stage", {"sources": sources, "owners": [0]})
+    )
+    await eventually(lambda: bool(second.calls))  # it waits there until the upload is done
+    await first.ask("laptop", "PUT", f"/v1/chunks/{CHUNK.hex()}", raw=CONTENT, job=JOB)
+    assert (await staging).phase is HostPhase.STAGED
+    assert (second.work / "a.txt").read_bytes() == CONTENT
+
+
+async def test_chunk_that_nobody_has_ends_the_job_here(mesh: Mesh) -> None:
+    spec = mesh.spec("box-0", "box-1")
+    (box,) = await mesh.start("box-1")
+    await box.ask("laptop", "POST", "reserve", {"spec": mesh.sign(spec)})
+    await box.ask("laptop", "POST", "manifest", raw=MANIFEST)
+    order = {"sources": [{"node": mesh.node("box-0"), "addresses": []}], "owners": [0]}
+    with pytest.raises(TransportError, match="box-0 cannot be reached"):
+        await box.ask("laptop", "POST", "stage", order)
+    report = box.host.jobs[JOB].report()
+    assert (report.phase, box.reservations.grants) == (HostPhase.ENDED, ())
+    assert "cannot be had" in report.problem
+
+
+async def test_go_needs_the_staged_keeper_and_may_be_repeated(mesh: Mesh) -> None:
+    first, second = await mesh.start("box-0", "box-1")
+    spec = mesh.spec("box-0", "box-1", code=WAITS)
+    await mesh.stage(spec, HostPhase.STAGING)
+    with pytest.raises(RemoteProtocolError, match="not staged"):
+        await first.ask("laptop", "POST", "go", ORDER)
+    await mesh.stage(spec)
+    with pytest.raises(RemoteProtocolError, match="node of rank 0"):
+        await second.ask("laptop", "POST", "go", ORDER)
+    for _ in range(2):  # at once, and when it runs
+        record = await first.ask("laptop", "POST", "go", ORDER)
+        assert record.state in (JobState.STARTING, JobState.RUNNING)
+    await eventually(lambda: first.state() is JobState.RUNNING)
+    assert (await first.ask("laptop", "POST", "go", ORDER)).state is JobState.RUNNING
+    for box in (first, second):
+        (box.work / "finish").touch()
+    await eventually(lambda: first.state() is JobState.SUCCEEDED)
+    assert (await first.ask("laptop", "POST", "go", ORDER)).state is JobState.SUCCEEDED
+    await eventually(lambda: second.state() is JobState.SUCCEEDED)  # it was told
+    assert first.reservations.grants == second.reservations.grants == ()
+
+
+# --- running -------------------------------------------------------------------------------------
+
+
+async def running(mesh: Mesh, spec: JobSpec) -> list[Box]:
+    """Start boxes and the job on them; return when every rank has printed."""
+    boxes = await mesh.start(*(slot.name for slot in spec.slots))
+    await mesh.stage(spec)
+    await boxes[0].ask("laptop", "POST", "go", ORDER)
+    await eventually(lambda: boxes[0].state() is JobState.RUNNING)
+    for box in boxes:
+        await eventually(lambda box=box: _logged(box))
+    return boxes
+
+
+def _logged(box: Box) -> bool:
+    return any(log.stat().st_size for log in (box.home / "jobs" / JOB / "logs").iterdir())
+
+
+async def test_report_speaks_for_its_sender_only(mesh: Mesh) -> None:
+    boxes = await running(mesh, mesh.spec("box-0", "box-1", code=WAITS))
+    own = boxes[1].host.jobs[JOB].report()
+    died = RankStatus(0, RankState.EXITED, exit_code=1)
+    forged = HostReport(JOB, boxes[0].node, HostPhase.ENDED, (died,))
+    for report in (forged, replace(own, job="1" * 10)):
+        with pytest.raises(RemoteProtocolError, match="only speak for its sender"):
+            await boxes[0].ask("box-1", "POST", "report", report)
+    with pytest.raises(RemoteProtocolError, match="reports ranks"):  # rank 0 is not its own
+        await boxes[0].ask("box-1", "POST", "report", replace(own, ranks=(died,)))
+    assert boxes[0].state() is JobState.RUNNING
+
+
+async def test_lease_brings_the_record_of_this_job_only(mesh: Mesh) -> None:
+    _, box = await running(mesh, mesh.spec("box-0", "box-1", code=WAITS))
+    other = JobRecord(mesh.spec("box-0", "box-1"), JobState.FAILED, mesh.node("box-0"))
+    with pytest.raises(RemoteProtocolError, match="another job"):
+        await box.ask("box-0", "POST", "lease", other)
+    assert box.state() is not JobState.FAILED
+
+
+async def test_stop_at_a_participant_reaches_the_keeper(mesh: Mesh) -> None:
+    first, second = await running(mesh, mesh.spec("box-0", "box-1", code=WAITS))
+    await second.ask("boss", "POST", "stop", {"grace_s": None, "kill": False})
+    assert ("box-0", f"/v1/jobs/{JOB}/stop") in second.calls
+    await eventually(lambda: first.state() is second.state() is JobState.CANCELLED)
+    assert first.phase() is second.phase() is HostPhase.ENDED
+
+
+async def test_stop_works_without_the_keeper(mesh: Mesh) -> None:
+    _, second = await running(mesh, mesh.spec("box-0", "box-1", code=WAITS))
+    second.unreachable = {"box-0"}
+    await second.ask("laptop", "POST", "stop", {"grace_s": 0.0, "kill": True})
+    await eventually(lambda: second.phase() is HostPhase.ENDED)
+    assert "stopped by laptop" in second.host.jobs[JOB].report().problem
+
+
+async def test_viewer_waits_for_the_start_and_leaves_without_one(mesh: Mesh) -> None:
+    (box,) = await mesh.start("box-0")
+    await mesh.stage(mesh.spec(), HostPhase.RESERVED)
+    assert await box.log(follow=False) == b""
+    viewer = asyncio.create_task(box.log())
+    await box.ask("laptop", "POST", "release")
+    assert await viewer == b""
+
+
+async def test_viewer_reads_to_the_end_and_files_have_any_name(mesh: Mesh) -> None:
+    (box,) = await mesh.start("box-0")
+    await mesh.stage(mesh.spec(code=WAITS))
+    viewer = asyncio.create_task(box.log())
+    await box.ask("laptop", "POST", "go", ORDER)
+    (box.work / "finish").touch()
+    assert await viewer == b"up\n"
+    found = {(file.area, file.path) for file in await box.ask("laptop", "GET", "files")}
+    assert found == {("out", "loss:0.3.txt"), ("work", "finish")}
+    stream = await box.ask("laptop", "GET", "file", area="out", rank="0", path="loss:0.3.txt")
+    assert isinstance(stream, Stream)
+    assert b"".join([piece async for piece in stream.pieces]) == b"done"
+    for path in ("../../spec", "/etc/passwd", "", "."):
+        with pytest.raises(NotFoundError):
+            await box.ask("laptop", "GET", "file", area="out", rank="0", path=path)
+    for bad in ({"ranks": "x"}, {"ranks": "0,"}, {"from": "1"}, {"from": "1:" + "9" * 40}):
+        with pytest.raises(RemoteProtocolError):
+            await box.ask("laptop", "GET", "logs", **bad)
+
+
+async def test_job_of_a_removed_submitter_ends(mesh: Mesh) -> None:
+    (box,) = await running(mesh, mesh.spec(code=WAITS))
+    mesh.remove("other")
+    box.host.enforce()
+    assert box.phase() is HostPhase.RUNNING
+    mesh.remove("laptop")
+    box.host.enforce()
+    await eventually(lambda: box.state() is JobState.FAILED)
+    failure = box.host.jobs[JOB].current_record().failure
+    assert failure is not None
+    assert "laptop was removed from the mesh" in failure.reason
+
+
+# --- a new agent ---------------------------------------------------------------------------------
+
+
+async def test_new_agent_takes_over_running_ranks(mesh: Mesh) -> None:
+    (box,) = await running(mesh, mesh.spec(code=WAITS))
+    box = await box.restart()
+    assert box.phase() is HostPhase.RUNNING
+    assert [grant.job for grant in box.reservations.grants] == [JOB]
+    (box.work / "finish").touch()
+    await eventually(lambda: box.state() is JobState.SUCCEEDED)
+    assert box.reservations.grants == ()
+    assert await box.log() == b"up\n"
+    assert (await box.ask("laptop", "GET", "files")) != []
+
+
+async def test_new_agent_learns_how_ranks_ended_meanwhile(mesh: Mesh) -> None:
+    code = WAITS + "raise SystemExit(7)"
+    (box,) = await running(mesh, mesh.spec(code=code))
+    await box.crash()
+    (box.work / "finish").touch()
+    await eventually(lambda: not box.shims.alive(box.work.parent))
+    (box,) = await mesh.start("box-0")
+    await eventually(lambda: box.state() is JobState.FAILED)
+    failure = box.host.jobs[JOB].current_record().failure
+    assert failure is not None
+    assert (failure.rank, failure.code) == (0, 7)
+    assert box.reservations.grants == ()
+
+
+async def test_participants_new_agent_goes_on_under_the_keeper(mesh: Mesh) -> None:
+    first, second = await running(mesh, mesh.spec("box-0", "box-1", code=WAITS))
+    second = await second.restart()
+    for box in (first, second):
+        (box.work / "finish").touch()
+    await eventually(lambda: first.state() is second.state() is JobState.SUCCEEDED)
+
+
+async def test_job_that_did_not_start_is_history_for_a_new_agent(mesh: Mesh) -> None:
+    (box,) = await mesh.start("box-0")
+    await mesh.stage(mesh.spec())
+    box = await box.restart()
+    record = box.host.jobs[JOB].current_record()
+    assert (record.state, record.cause) == (JobState.CANCELLED, "not started")
+    assert box.reservations.grants == ()
+    with pytest.raises(RemoteProtocolError, match="not staged"):
+        await box.ask("laptop", "POST", "go", ORDER)
+
+
+@pytest.mark.parametrize("why", ["submitter removed", "spec damaged", "record damaged"])
+async def test_ranks_that_nobody_could_stop_are_ended_by_a_new_agent(mesh: Mesh, why: str) -> None:
+    (box,) = await running(mesh, mesh.spec(code=WAITS))
+    folder = box.work.parent
+    pids = [rank.pid for rank in box.host.jobs[JOB].report().ranks]
+    assert all(pid is not None and psutil.pid_exists(pid) for pid in pids)
+    await box.crash()
+    if why == "submitter removed":
+        mesh.remove("laptop")
+    else:
+        (folder / why.split(" ")[0]).write_bytes(b"x")
+    (folder.parent / "stray file").touch()  # whatever else lies there does no harm
+    (box,) = await mesh.start("box-0")
+    assert box.host.jobs == {}
+    await eventually(lambda: not box.shims.alive(folder))
+    assert not any(pid is not None and psutil.pid_exists(pid) for pid in pids)
