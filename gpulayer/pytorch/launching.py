@@ -7,7 +7,7 @@ depends on this machine's accelerator.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from gpulayer.pytorch.arguments import ArgumentError
 if TYPE_CHECKING:
     from gpulayer_mesh.core.types import Accelerator
 
-    from gpulayer.launcher import JobOutcome, JobRequest
+    from gpulayer.launcher import JobOutcome
 
 Target = str | Iterable[str]
 
@@ -141,21 +141,44 @@ def _one_mps(nodes: int, devices: int | str) -> ArgumentError:
 
 
 def run(choice: Choice, **fields: Any) -> JobOutcome:
-    """Run this script as a job; errors are printed and end the process with their exit code."""
+    """Run this script as a job; errors are printed and end the process with their exit code.
+
+    Raises:
+        ConfigError: there is no script (notebook, REPL), or a field is impossible.
+    """
     from gpulayer import launcher
 
-    def start() -> JobOutcome:
-        request: JobRequest = launcher.script_request(**fields)
-        _say_once(
-            "every rank runs this script from its top to this call; what follows runs here only"
-            if fields.get("call") is not None
-            else "code above launch() runs here and on every rank; code below it, on the ranks only"
-        )
+    if choice.where is Where.LOCAL:
+        fields["accelerator"] = _this_machines(choice)
+    request = launcher.script_request(**fields)
+    _say_once(
+        "every rank runs this script from its top to this call; what follows runs here only"
+        if fields.get("call") is not None
+        else "code above launch() runs here and on every rank; code below it, on the ranks only"
+    )
+    # The caller is a training script, not a program that could handle it: a traceback through our
+    # code would bury the one line that matters, and Python would turn every exit code into 1.
+    try:
         if choice.where is Where.LOCAL:
             return launcher.run_local(request, processes=choice.processes)
         return launcher.run_job(request)
+    except GpuLayerError as error:
+        from gpulayer.ui import Ui
 
-    return _or_exit(start)
+        Ui().error(error)
+        raise SystemExit(int(error.exit_code)) from error
+
+
+def _this_machines(choice: Choice) -> Accelerator:
+    """Return what the ranks here get: nobody plans it, so it cannot stay open."""
+    from gpulayer_mesh.core.types import Accelerator
+
+    if choice.kind == "cuda":
+        import torch
+
+        return Accelerator.CUDA if torch.version.hip is None else Accelerator.ROCM
+    assert choice.kind is not None  # `choose` looked before it said LOCAL
+    return Accelerator(choice.kind)
 
 
 _said: set[str] = set()
@@ -168,20 +191,6 @@ def _say_once(text: str) -> None:
     if text not in _said:
         _said.add(text)
         Ui().note(text)
-
-
-def _or_exit(start: Callable[[], JobOutcome]) -> JobOutcome:
-    # The caller is a training script, not a program that could handle it: a traceback through our
-    # code would bury the one line that matters, and Python would turn every exit code into 1.
-    try:
-        return start()
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None  # before the start; nothing is left anywhere
-    except GpuLayerError as error:
-        from gpulayer.ui import Ui
-
-        Ui().error(error)
-        raise SystemExit(int(error.exit_code)) from error
 
 
 def accelerator_of(name: str) -> Accelerator | None:

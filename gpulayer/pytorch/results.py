@@ -35,7 +35,8 @@ KEPT_BYTES = 256 * 2**20
 
 _indices = itertools.count()
 # Results of the calls this process has made: in memory, or where the job's files came to.
-_made: dict[int, Result | Path | None] = {}
+# A text says why one was not kept.
+_made: dict[int, Result | Path | str] = {}
 
 
 @dataclass(slots=True)
@@ -191,8 +192,17 @@ def _unhex(written: Mapping[str, list[str]]) -> dict[str, Tensor]:
 
 def remember(index: int, trainer: Trainer, module: nn.Module) -> None:
     """Keep the result of a call that ran in this process."""
-    size = sum(value.nbytes for value in module.state_dict().values() if isinstance(value, Tensor))
-    _made[index] = capture(trainer, module, copy=True) if size <= KEPT_BYTES else None
+    state = [value for value in module.state_dict().values() if isinstance(value, Tensor)]
+    size = sum(value.nbytes for value in state)
+    if size > KEPT_BYTES:
+        _made[index] = f"its {size / 2**20:.0f} MiB of weights were not kept in memory"
+        return
+    try:
+        check_recordable(module)
+    except ArgumentError as error:
+        _made[index] = error.message
+    else:
+        _made[index] = capture(trainer, module, copy=True)
 
 
 def remember_files(index: int, folder: Path) -> None:
@@ -209,11 +219,11 @@ def replay_files(before: int, scratch: Path) -> dict[str, Path]:
     files: dict[str, Path] = {}
     for index in range(before):
         made = _made.get(index)
-        if made is None:
+        if made is None or isinstance(made, str):
             raise ArgumentError(
-                f"Trainer call {index} of this script ran in this process and left more than "
-                f"{KEPT_BYTES // 2**20} MiB of weights, which other ranks would need first",
-                hint="train in two scripts with a checkpoint between them",
+                f"other ranks need the result of Trainer call {index} of this script first, but "
+                + (made or "it did not finish"),
+                hint="train in two scripts, with the weights saved between them",
             )
         folder = made if isinstance(made, Path) else scratch / str(index)
         if isinstance(made, Result):

@@ -52,16 +52,15 @@ def local_kind(accelerator: str) -> str | None:
         raise ArgumentError(
             f"unknown accelerator {accelerator!r}", hint=f"one of {', '.join(_KINDS)}"
         )
-    hip = torch.version.hip is not None
     present = {
-        "cuda": torch.cuda.is_available() and not (accelerator == "cuda" and hip),
+        "cuda": torch.cuda.is_available(),  # on AMD cards too: torch gives them this name
         "mps": torch.backends.mps.is_available(),
         "cpu": True,
     }
     wanted = {
         "auto": ("cuda", "mps", "cpu"),
         "gpu": ("cuda", "mps"),
-        "rocm": ("cuda",) if hip else (),
+        "rocm": ("cuda",) if torch.version.hip is not None else (),
     }.get(accelerator, (accelerator,))
     return next((kind for kind in wanted if present[kind]), None)
 

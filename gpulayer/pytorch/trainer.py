@@ -213,6 +213,8 @@ class Trainer:
         if index < place.call:
             self._replay(index, model)
             return
+        if index > place.call:  # the script caught the SystemExit below
+            raise SystemExit(0)
         try:
             results.check_recordable(model)
             self._fit_here(model, train_dataloaders, val_dataloaders)
@@ -383,8 +385,9 @@ class Trainer:
             raise RuntimeError(f"job {outcome.job} brought no files back")
         found = outcome.output_dir / results.FOLDER / str(index)
         self._adopt(results.read(found), model)
-        if self._log_dir is not None:
-            self._log_dir = outcome.output_dir / self._log_dir
+        if self._log_dir is not None:  # ranks here wrote into this folder if they were told to
+            came = outcome.output_dir / self._log_dir
+            self._log_dir = came if came.is_dir() else environment.START_DIR / self._log_dir
         results.remember_files(index, found)
 
     def _replay(self, index: int, model: Module) -> None:
@@ -399,8 +402,9 @@ class Trainer:
         results.restore(result, self, model)
 
     def _counters(self) -> dict[str, Any]:
-        log_dir = self.log_dir
-        output = self.default_root_dir
+        # Relative to where it comes home to: a root the user gave lies in the working folder.
+        output = self.default_root_dir if self._root_dir is None else environment.START_DIR
+        log_dir = None if self.log_dir is None else environment.START_DIR / self.log_dir
         inside = log_dir is not None and log_dir.is_relative_to(output)
         return {
             "global_step": self._global_step,

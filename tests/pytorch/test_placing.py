@@ -11,7 +11,7 @@ import pytest
 import torch
 from gpulayer_mesh.core.jobspec import JobKind
 from gpulayer_mesh.core.types import Accelerator
-from gpulayer_mesh.errors import NoMeshError
+from gpulayer_mesh.errors import ConfigError, NoMeshError
 from one_weight import OneWeight, Validated, loader, trainer
 
 from gpulayer import launcher
@@ -256,6 +256,21 @@ def test_launch_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> N
     assert fields["detach"]
 
 
+def test_local_ranks_are_told_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch, cuda=2)
+    calls = recorded(monkeypatch)
+    with pytest.raises(SystemExit):
+        launch()
+    [(chosen, fields)] = calls
+    assert (chosen, fields["accelerator"]) == ("local x2", Accelerator.CUDA)
+
+
+def test_notebook_is_refused_at_once_and_not_by_an_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", None)
+    with pytest.raises(ConfigError, match="notebook"):
+        launch(nodes=3)
+
+
 @pytest.mark.parametrize(
     "variables", [{"GPULAYER_JOB": "0123456789"}, {"RANK": "1", "WORLD_SIZE": "2"}]
 )
@@ -274,10 +289,11 @@ def test_launch_returns_at_once_in_a_rank(
 def test_errors_before_the_start_become_their_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(**fields: Any) -> Any:
+    def refuse(request: Any) -> Any:
         raise NoMeshError("this machine is in no mesh", hint="join one")
 
-    monkeypatch.setattr(launcher, "script_request", refuse)
+    monkeypatch.setattr(launcher, "script_request", lambda **fields: fields)
+    monkeypatch.setattr(launcher, "run_job", refuse)
     with pytest.raises(SystemExit) as caught:
         launching.run(Choice(Where.PEERS))
     assert caught.value.code == 5
