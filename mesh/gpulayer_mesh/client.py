@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -394,7 +395,8 @@ class MeshClient:
             TransportError: the node stayed away, or the bytes do not match their hash.
         """
         dest.parent.mkdir(parents=True, exist_ok=True)
-        part = dest.with_name(f".{dest.name[:200]}.part")
+        # Hashed, for a name with a prefix and an ending may be longer than names can be.
+        part = dest.with_name(f".{hashlib.sha256(os.fsencode(dest.name)).hexdigest()[:16]}.part")
         part.unlink(missing_ok=True)
         digest = hashlib.sha256()
         offset = 0

@@ -96,11 +96,11 @@ class Dialer:
 
     async def close(self) -> None:
         """Close every connection."""
-        await asyncio.gather(self._session.close(), *self._closing)
+        await asyncio.gather(_shut(self._session), *self._closing)
 
     def forget_connections(self) -> None:
         """Drop every connection, idle or not: after sleep or an address change each is suspect."""
-        task = asyncio.create_task(self._session.close())
+        task = asyncio.create_task(_shut(self._session))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
         self._session = self._new_session()
@@ -369,6 +369,13 @@ class _NodeConnector(aiohttp.BaseConnector):
     ) -> ResponseHandler:
         protocol: ResponseHandler = await self._connect_node(req.url.host)
         return protocol
+
+
+async def _shut(session: aiohttp.ClientSession) -> None:
+    """Drop a session's connections at once: a TLS goodbye waits for the peer, up to 30 s."""
+    assert session.connector is not None
+    await session.connector.close(abort_ssl=True)
+    await session.close()
 
 
 class _UnknownMemberError(NotAllowedError):

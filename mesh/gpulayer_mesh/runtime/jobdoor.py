@@ -255,7 +255,7 @@ class JobDoor:
             try:
                 answer = await self._site.call(one.keeper, "POST", path, request.body)
                 return wire.decode_as(JobRecord, wire.unpack(answer, max_bytes=wire.BODY_MAX))
-            except TransportError:
+            except (TransportError, NotFoundError):
                 pass  # its lease would end our ranks in 25 s; whoever asked wants it now
         self._host.on_host(one, hosted.Stop(grace_s, order.kill, f"stopped by {by}"))
         return one.current_record()
