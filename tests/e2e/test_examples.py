@@ -17,7 +17,9 @@ import pytest
 
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.timeout(300)]
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+EXAMPLES = ROOT / "docs" / "examples"
 DEADLINE_S = 240.0  # torch is imported four times on two busy cores
 
 TRAINED = """
@@ -119,6 +121,30 @@ def home_of(folder: Path) -> Path:
     return home
 
 
+def shape(row: str) -> str:
+    """Return a printed line without what differs from run to run, and with the number of nodes."""
+    for pattern, instead in (
+        (r"/tmp/\S+", "FOLDER"),
+        (r"(?<=-> )\S+", "FOLDER"),
+        (r"(?<=: job )\S+", "JOB"),
+        (r"(?<= after )[\w.]+", "TIME"),
+        (r"node-\d+(, node-\d+)*", "NODES"),
+        (r", [\d.]+ ms away", ""),
+        (r"\d+ files?, [\d.]+ k?B", "FILES"),
+        (r"\d[\d.]*", "0"),
+    ):
+        row = re.sub(pattern, instead, row)
+    return row
+
+
+def transcript() -> list[str]:
+    """Return what README shows of this example, without the command and the mark of a cut."""
+    (block,) = re.findall(
+        r"^```console\n\$ (.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL
+    )
+    return [row for row in block.splitlines()[1:] if row != "..."]
+
+
 def test_digits_are_learnt_and_code_after_fit_runs_once(tmp_path: Path) -> None:
     done = run_on_mesh(tmp_path, "digits.py", "--epochs", "2")
     accuracies = re.findall(r"^(.*)validation accuracy: ([\d.]+)%$", done.stdout, re.MULTILINE)
@@ -127,6 +153,8 @@ def test_digits_are_learnt_and_code_after_fit_runs_once(tmp_path: Path) -> None:
     assert float(accuracies[0][1]) > 80
     assert "trained for 46 steps on 2 machine(s)" in done.stdout
     assert list(home_of(tmp_path).glob("gpulayer_logs/version_0/metrics.csv"))
+    shapes = {shape(row) for row in (done.stdout + done.stderr).splitlines()}
+    assert [row for row in transcript() if shape(row) not in shapes] == []  # README shows this run
 
 
 def test_character_transformer_trains_with_launch_alone(tmp_path: Path) -> None:
