@@ -1,0 +1,146 @@
+"""The launcher's own decisions: which script, who gets which chunk, which address, which error."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from gpulayer_mesh.core.jobspec import JOB_ID_CHARS, JobKind
+from gpulayer_mesh.errors import ConfigError, NotAllowedError, TransportError
+
+from gpulayer import launcher
+
+TELL = """
+import json, os, sys
+{change}
+from gpulayer import env
+from gpulayer.launcher import script_request
+request = script_request(nodes=2)
+print(json.dumps([list(request.argv), request.name, str(request.root)]))
+"""
+ODD = ["a b", "", "--", "$HOME", "`x`", "line\nbreak", "ñ", "-m", "-c"]
+
+
+def told(*command: str, cwd: Path) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, *command], cwd=cwd, capture_output=True, text=True, check=True, timeout=60
+    )
+    argv, name, root = json.loads(done.stdout)
+    return [*argv, name, root]
+
+
+def test_script_is_named_by_its_folder_and_keeps_its_arguments(tmp_path: Path) -> None:
+    folder = tmp_path / "my prøject"
+    folder.mkdir()
+    (folder / "træin v2.py").write_text(TELL.format(change=""))
+    found = told(str(folder / "træin v2.py"), *ODD, cwd=tmp_path)
+    assert found == ["træin v2.py", *ODD, "træin v2.py", str(folder)]
+
+
+def test_changed_argv_and_directory_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        TELL.format(change="from gpulayer import env; sys.argv[:] = ['x']; os.chdir('/')")
+    )
+    found = told("-X", "utf8", "-u", "train.py", "--lr", "1", cwd=tmp_path)
+    assert found == ["train.py", "--lr", "1", "train.py", str(tmp_path)]
+
+
+def test_module_form_is_kept(tmp_path: Path) -> None:
+    package = tmp_path / "pkg"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "train.py").write_text(TELL.format(change=""))
+    for form in (["-m", "pkg.train"], ["-um", "pkg.train"]):
+        found = told(*form, "--x", "1", cwd=tmp_path)
+        assert found == ["-m", "pkg.train", "--x", "1", "pkg.train", str(tmp_path)]
+
+
+def test_code_without_a_file_is_refused(tmp_path: Path) -> None:
+    code = "from gpulayer.launcher import script_request; script_request()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert "no script to run" in done.stderr
+
+
+def test_request_names_all_its_problems_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        launcher.JobRequest(
+            argv=(), python=True, kind=JobKind.COMMAND, name="x", root=Path(), nodes=0, devices=0
+        )
+    assert all(word in caught.value.message for word in ("command", "nodes", "devices"))
+
+
+def test_job_ids_are_random_and_of_the_alphabet() -> None:
+    ids = {launcher.new_job_id() for _ in range(100)}
+    assert len(ids) == 100
+    assert all(len(one) == JOB_ID_CHARS and not set(one) & set("ilou") for one in ids)
+
+
+def test_chunks_nobody_has_are_dealt_out_once_each() -> None:
+    chunks = [bytes([n]) * 32 for n in range(7)]
+    nobody = [frozenset(chunks)] * 3
+    owners, uploads = launcher.deal_chunks(chunks, nobody)
+    assert [chunk for chunk, _ in uploads] == chunks  # one copy in total
+    assert owners == [0, 1, 2, 0, 1, 2, 0]
+    assert [owner for _, owner in uploads] == owners
+
+
+def test_chunks_that_a_node_has_are_not_uploaded() -> None:
+    chunks = [bytes([n]) * 32 for n in range(4)]
+    has_all, has_none = frozenset[bytes](), frozenset(chunks)
+    owners, uploads = launcher.deal_chunks(chunks, [has_none, has_all, has_none])
+    assert owners == [1, 1, 1, 1]
+    assert uploads == []
+    owners, uploads = launcher.deal_chunks(chunks, [frozenset(chunks[1:]), has_none, has_none])
+    assert owners[0] == 0
+    assert [chunk for chunk, _ in uploads] == chunks[1:]
+
+
+def test_address_must_be_reached_by_all() -> None:
+    lan, overlay = "10.0.0.1", "100.64.0.1"
+    reached = {
+        (1, "a"): {"hosts": [overlay, lan], "error": ""},
+        (2, "a"): {"hosts": [lan], "error": ""},
+        (0, "b"): {"hosts": ["10.0.0.2"], "error": ""},
+        (2, "b"): {"hosts": ["10.0.0.2"], "error": ""},
+        (0, "c"): {"hosts": ["10.0.0.3"], "error": ""},
+        (1, "c"): {"hosts": ["10.0.0.3"], "error": ""},
+    }
+    hosts, problems = launcher.common_hosts(["a", "b", "c"], ["A", "B", "C"], reached)
+    assert (hosts, problems) == ([lan, "10.0.0.2", "10.0.0.3"], [])
+
+
+def test_one_way_block_names_both_ends() -> None:
+    reached = {
+        (1, "a"): {"hosts": [], "error": "10.0.0.1 port 40000: timed out"},
+        (0, "b"): {"hosts": ["10.0.0.2"], "error": ""},
+    }
+    _, problems = launcher.common_hosts(["a", "b"], ["A", "B"], reached)
+    assert [(p.node, p.for_ever) for p in problems] == [("B", False)]
+    assert problems[0].reason == "cannot connect to A: 10.0.0.1 port 40000: timed out"
+
+
+def test_addresses_without_a_common_one_are_refused() -> None:
+    reached = {
+        (1, "a"): {"hosts": ["10.0.0.1"], "error": ""},
+        (2, "a"): {"hosts": ["10.1.0.1"], "error": ""},
+        **{
+            (i, n): {"hosts": ["x"], "error": ""}
+            for i, n in [(0, "b"), (2, "b"), (0, "c"), (1, "c")]
+        },
+    }
+    _, problems = launcher.common_hosts(["a", "b", "c"], ["A", "B", "C"], reached)
+    assert [p.node for p in problems] == ["A"]
+
+
+def test_cause_comes_before_its_consequences() -> None:
+    refused = NotAllowedError("no")
+    many = BaseExceptionGroup(
+        "", [TransportError("broke off"), ExceptionGroup("", [ValueError("x"), refused])]
+    )
+    assert launcher.first_error(many) is refused
+    assert isinstance(launcher.first_error(ExceptionGroup("", [OSError("disk")])), OSError)
