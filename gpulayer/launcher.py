@@ -11,6 +11,7 @@ import os
 import secrets as random_bytes
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from gpulayer_mesh.core.jobspec import (
 )
 from gpulayer_mesh.core.types import Accelerator
 from gpulayer_mesh.errors import (
+    BundleError,
     ConfigError,
     ExitCode,
     GpuLayerError,
@@ -54,6 +56,8 @@ STAGE_FLOOR_BYTES_S = 500_000  # slowest link worth training over; a deadline, n
 STAGE_S = 60.0  # on top of the transfer: unpacking 100,000 files
 UPLOADS = 4  # parallel chunk uploads: fills a 1 Gbit/s link through one TLS core
 BUSY_POLL_S = 2.0
+_NO_SCRIPT = "there is no script to run on the other machines: this is a notebook, REPL or -c"
+_SAVE_IT = "save the code as a file, e.g. train.py, and run `python train.py`"
 WAIT_S = 3600.0  # how long a request may wait for busy nodes before exit 4
 
 
@@ -160,10 +164,7 @@ def _running_script() -> dict[str, Any]:
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     if file is None or hasattr(sys, "ps1"):
-        raise ConfigError(
-            "there is no script to run on the other machines: this is a notebook, REPL or -c",
-            hint="save the code as a file, e.g. train.py, and run `python train.py`",
-        )
+        raise ConfigError(_NO_SCRIPT, hint=_SAVE_IT)
     start = env.START_DIR
     arguments = _script_arguments(sys.orig_argv)
     spec = getattr(main, "__spec__", None)
@@ -177,6 +178,8 @@ def _running_script() -> dict[str, Any]:
         }
     path = Path(file)
     path = path if path.is_absolute() else start / path
+    if not path.is_file():  # such as "<stdin>"
+        raise ConfigError(_NO_SCRIPT, hint=_SAVE_IT)
     path = path.resolve()
     return {"argv": (path.name, *arguments), "name": path.name, "root": path.parent}
 
@@ -257,6 +260,18 @@ class _Packed:
 def _pack(request: JobRequest) -> _Packed:
     from gpulayer.bundle import Scan, pack, scan
 
+    if request.root == Path.home():
+        # Somebody's mail and keys: never shipped because a command was typed there.
+        if request.python and not request.argv[0].startswith("-"):
+            raise BundleError(
+                f"{request.name} lies in your home folder, which is never shipped as a whole",
+                hint="move it into a folder of its own and run it there",
+            )
+        with tempfile.TemporaryDirectory() as nothing:
+            return _Packed(
+                pack(Path(nothing), extra_files=request.extra_files),
+                Scan((), ("your home folder is not shipped; the job starts in an empty one",)),
+            )
     bundle = pack(request.root, extra_files=request.extra_files)
     if not request.python:
         return _Packed(bundle, Scan((), ()))
@@ -285,7 +300,7 @@ async def _place(
         try:
             plan = placement.plan(wanted, await client.snapshot())
             ui.plan(plan, request, packed.bundle, here=client.identity.node)
-            for note in packed.scan.notes:
+            for note in (*packed.scan.notes, *_elsewhere(request)):
                 ui.note(note)
             if request.dry_run:
                 return None
@@ -297,6 +312,13 @@ async def _place(
                 said = busy.message
                 ui.waiting(busy)
             await asyncio.sleep(BUSY_POLL_S)
+
+
+def _elsewhere(request: JobRequest) -> tuple[str, ...]:
+    if request.python and request.call is not None and request.root != env.START_DIR:
+        where = f"the job runs in the folder of the script, {request.root.name}/, and only that"
+        return (f"{where} is shipped: relative paths mean files there",)
+    return ()
 
 
 async def _start(client: MeshClient, request: JobRequest, packed: _Packed, plan: Plan) -> JobRecord:

@@ -136,6 +136,7 @@ class _LocalJob:
             rank: RankStatus(rank, RankState.WAITING) for rank in range(spec.slots[0].processes)
         }
         self._ended: dict[int, float] = {}
+        self._began = time.monotonic()
         self._stopped_by_user = False
         self._problem = ""
 
@@ -236,6 +237,7 @@ class _LocalJob:
             (report,),
             failure,
             "stopped by you" if self._stopped_by_user else self._problem,
+            age_s=now - self._began,
             ended_age_s=0.0,
         )
 

@@ -131,7 +131,13 @@ async def remove(home: Path, ident: str) -> tuple[RosterEntry, Spread]:
         NoMeshError, NotAllowedError: as `invitation`. GpuLayerError: no such member, or ourselves.
     """
     identity = identities.load_or_create(home)
-    member = _mesh(home).book.find(ident)
+    mesh = _mesh(home)
+    if not mesh.founding:
+        raise NotAllowedError(
+            "this machine does not hold the key of the mesh",
+            hint="remove members on the machine where `gpulayer mesh create` ran",
+        )
+    member = mesh.book.find(ident)
     if member is None:
         raise GpuLayerError(f"no member {ident!r}", hint="`gpulayer mesh status` lists them")
     if member.node == identity.node:

@@ -27,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the entry point of the console script."""
     arguments, command = split_command(sys.argv[1:] if argv is None else argv)
     parser = _parser()
-    args = parser.parse_args(arguments)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown and not (args.takes_command and command is None):
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if args.takes_command != (command is not None):
         args.parser.error(
             "put `--` and the command to run at the end"

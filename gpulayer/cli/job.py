@@ -39,6 +39,11 @@ def run(args: Namespace, ui: Ui) -> int:
                 hint="export it in this shell and give its name only",
             )
     argv, python, root = described(args.command, Path.cwd())
+    if not python and argv[0].endswith(".py") and (root / argv[0]).is_file():
+        raise ConfigError(
+            f"{argv[0]!r} is a Python script, not a command",
+            hint=f"gpulayer run ... -- python {argv[0]}",
+        )
     # One process is a plain command; several get torchrun's environment, whatever they are.
     single = args.nodes == 1 and args.devices == 1
     outcome = run_job(

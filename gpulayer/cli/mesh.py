@@ -53,6 +53,7 @@ def invite(args: Namespace, ui: Ui) -> int:
             ui.note(f"for {machines}, valid {duration(args.ttl)}; run there:")
             ui.note("  gpulayer-agent --join LINE    with this line (it is a secret while valid):")
             ui.data([invitation.line])
+            joined = 0
             async for news in invitation:
                 if isinstance(news, TriedWrongly):
                     ui.note(
@@ -61,7 +62,8 @@ def invite(args: Namespace, ui: Ui) -> int:
                     )
                     continue
                 roles_of = "+".join(role.value for role in news.roles)
-                ui.note(f"{news.name} joined as {roles_of}; {invitation.uses_left} more may")
+                joined += 1
+                ui.note(f"{news.name} joined as {roles_of}; {args.uses - joined} more may")
                 await membership.spread(home)
             if invitation.ended == "used-up":
                 return ExitCode.OK

@@ -7,6 +7,7 @@ depends on this machine's accelerator.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -71,7 +72,14 @@ def launch(
         target: "auto", "local", "mesh", node names, "zone:NAME", "!NAME".
         env, secrets: variables for the ranks; a list of names takes this process's values.
     """
-    if rank_env() is not None:
+    place = rank_env()
+    if place is not None:
+        if nodes > 1 and place.job is not None and place.world_size == 1:
+            print(
+                f"gpulayer: launch(nodes={nodes}) has no effect here: this script already runs in "
+                "a job of one process (start it with python, not with gpulayer run)",
+                file=sys.stderr,
+            )
         return
     from gpulayer_mesh.core.jobspec import JobKind
 

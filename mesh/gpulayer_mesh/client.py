@@ -73,6 +73,13 @@ class MeshClient:
                 "gpulayer mesh create, then gpulayer mesh invite    (start a mesh here)\n"
                 "gpulayer mesh join LINE                            (join one with its line)",
             )
+        others = set(mesh.book.members) - {identity.node}
+        if not others and not _own_agent(home):
+            raise DiscoveryError(
+                "the mesh has no other member yet, and no agent runs here",
+                hint="gpulayer mesh invite    (then start gpulayer-agent with its line elsewhere)\n"
+                "gpulayer-agent          (have this machine take part)",
+            )
         client = cls(home, identity, mesh)
         try:
             await client._find_entry(deadline_s)

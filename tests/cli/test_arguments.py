@@ -82,7 +82,10 @@ def test_help_comes_at_once_and_imports_nothing_heavy(command: list[str]) -> Non
     [
         ([], "the following arguments are required: COMMAND"),
         (["nonsense"], "invalid choice: 'nonsense'"),
-        (["run", "--nodes", "2", "python", "train.py"], "unrecognized arguments: python train.py"),
+        (
+            ["run", "--nodes", "2", "python", "train.py"],
+            "put `--` and the command to run at the end",
+        ),
         (["run", "--nodes", "2"], "put `--` and the command to run at the end"),
         (["run", "--"], "no command after `--`"),
         (["run", "--nodes", "0", "--", "true"], "'0' is not a number from 1 to 9999"),

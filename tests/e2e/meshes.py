@@ -29,6 +29,7 @@ class LanMesh:
         self.laptop: Host = lan["laptop"]
         self.boxes = [lan[name] for name in boxes]
         self.agents: dict[str, Process] = {}
+        self.ready_s = 0.0
 
     def form(self) -> None:
         """Create the mesh and have every box join with the same pasted line."""
@@ -38,7 +39,8 @@ class LanMesh:
         for box in self.boxes:
             self.start_agent(box, "--join", line)
         assert invite.wait(60) == 0, invite.output()
-        self.wait_alive()
+        self.ready_s = self.wait_alive()
+        print(f"all listed, torch proven, {self.ready_s:.1f} s after the last start")
 
     def start_agent(self, box: Host, *arguments: str) -> Process:
         agent = box.popen([AGENT, *arguments])

@@ -171,7 +171,7 @@ class JobHost:
 
     def take_record(self, one: LiveJob, record: JobRecord) -> None:
         """The keeper's word on a job."""
-        one.record = record
+        one.record, one.recorded = record, time.monotonic()
         one.folder.save_record(record)
 
     # --- machines and their effects --------------------------------------------------------------
@@ -356,6 +356,7 @@ class JobHost:
             machine = hosted.HostedJob(spec, index, now=now)
             machine.handle(now, hosted.Release())
         one = self.jobs[spec.id] = LiveJob(spec, signed, index, folder, machine, record)
+        one.recorded = now - folder.record_age_s()
         one.begun.set()
         if manifest is not None:
             one.take_manifest(manifest)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gpulayer_mesh.core import wire
@@ -64,6 +64,13 @@ class JobFolder:
             return None
         return wire.decode_as(JobRecord, wire.unpack(data, max_bytes=wire.BODY_MAX))
 
+    def record_age_s(self) -> float:
+        """How long ago the record was saved, by the wall clock: for display only."""
+        try:
+            return max(0.0, time.time() - (self.path / "record").stat().st_mtime)
+        except FileNotFoundError:
+            return 0.0
+
     def save_record(self, record: JobRecord) -> None:
         """Keep the newest record; a full disk is no reason to end a job."""
         data = wire.pack(record)
@@ -103,6 +110,7 @@ class LiveJob:
     manifest: Manifest | None = None
     chunks: dict[bytes, int] = field(default_factory=dict)
     staging: asyncio.Lock = field(default_factory=asyncio.Lock)
+    recorded: float = field(default_factory=time.monotonic)  # when `record` was true
     begun: asyncio.Event = field(default_factory=asyncio.Event)  # left the phases before the start
 
     @property
@@ -131,7 +139,15 @@ class LiveJob:
 
     def current_record(self) -> JobRecord:
         """The job as far as this node knows, ages as of now."""
-        return self.record if self.kept is None else self.kept.record(time.monotonic())
+        now = time.monotonic()
+        if self.kept is not None:
+            return self.kept.record(now)
+        passed, ended = now - self.recorded, self.record.ended_age_s
+        return replace(
+            self.record,
+            age_s=self.record.age_s + passed,
+            ended_age_s=None if ended is None else ended + passed,
+        )
 
     def take_manifest(self, manifest: Manifest) -> None:
         self.manifest = manifest

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from gpulayer_mesh.config import AgentConfig
+from gpulayer_mesh.core.joining import read_line
 from gpulayer_mesh.core.types import Addresses
 from gpulayer_mesh.errors import ConfigError, NoMeshError, NotAllowedError, TransportError
 from gpulayer_mesh.runtime import identity as identities
@@ -67,6 +68,12 @@ async def enter_mesh(
     """
     mesh = identities.load_mesh(identity)
     if mesh is not None and identity.node in mesh.book:
+        if config.join is not None and read_line(config.join).mesh != mesh.mesh:
+            raise ConfigError(
+                f"this machine already belongs to mesh {mesh.mesh[:8]}, "
+                "the line invites to another",
+                hint=f"to leave it, remove {str(identity.home / 'mesh')!r}",
+            )
         return mesh  # a start line with --join stays right after the invitation is over
     if config.join is None and mesh is not None:
         raise NotAllowedError(
