@@ -563,26 +563,27 @@ class Interrupts:
         self.on_stop: Callable[[bool], Any] | None = None
         self._task = task
         self._count = 0
-        self._installed: list[signal.Signals] = []
+        self._before: dict[signal.Signals, Any] = {}  # what the script itself had installed
         self._stops: set[asyncio.Task[Any]] = set()
 
     def __enter__(self) -> Interrupts:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is signal.SIG_IGN:
+            before = signal.getsignal(number)
+            if before is signal.SIG_IGN:
                 continue
             try:
                 loop.add_signal_handler(number, self._signalled)
             except (RuntimeError, ValueError):  # not the main thread: its owner handles signals
                 return self
-            self._installed.append(number)
+            self._before[number] = before
         return self
 
     def __exit__(self, *_: object) -> None:
         loop = asyncio.get_running_loop()
-        for number in self._installed:
+        for number, before in self._before.items():
             loop.remove_signal_handler(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(number, before)
 
     def _signalled(self) -> None:
         self._count += 1
