@@ -160,6 +160,7 @@ def test_silent_keeper_ends_the_ranks() -> None:
     assert box.do(Tick(), KEEPER_SILENT_S - 0.1) == []
     assert box.do(Tick(), 0.1) == [StopShim(SILENT_GRACE_S)]
     assert box.job.problem == "keeper unreachable for 25 s"
+    assert box.job.keeper_lost
     assert box.states() == [RankState.STOPPING, RankState.STOPPING]
     box.do(Renewed())
     assert box.phase is HostPhase.STOPPING

@@ -198,6 +198,7 @@ class HostedJob:
         self.slot = slot
         self.phase = HostPhase.RESERVED
         self.problem = ""
+        self.keeper_lost = False  # our own end came because the keeper fell silent
         self.history: deque[tuple[float, str, str, str, str]] = deque(maxlen=HISTORY)
         self._ranks = {
             rank: RankStatus(rank, RankState.WAITING)
@@ -397,6 +398,7 @@ class HostedJob:
         if self.phase in _BEFORE_START and now >= self._lease:
             return self._give_up(now, event, f"launcher silent for {LEASE_S:g} s")
         if self.phase is HostPhase.RUNNING and now >= self._lease:
+            self.keeper_lost = True
             reason = f"keeper unreachable for {KEEPER_SILENT_S:g} s"
             return self._stop(now, event, SILENT_GRACE_S, False, reason)
         if self.phase is HostPhase.RUNNING and late:

@@ -330,7 +330,9 @@ class Agent:
         )
 
     async def _open_preflight(self) -> tuple[int, bytes]:
-        hosts = self.config.bind or [address.host for address in self._addresses()]
+        # Read afresh: the watch may not have seen yet that a cable is back.
+        current = nics.announce_addresses(nics.list_interfaces(), self.port)
+        hosts = self.config.bind or [address.host for address in current]
         port = await preflight.PreflightPort.open(list(hosts))
         return port.port, port.nonce
 

@@ -20,6 +20,7 @@ from typing import assert_never
 
 from gpulayer_mesh.core import hosted, job, wire
 from gpulayer_mesh.core.jobspec import (
+    Failure,
     GoOrder,
     HostPhase,
     HostReport,
@@ -191,6 +192,8 @@ class JobHost:
                 case hosted.FreeGrant():
                     self.site.reservations.release(one.spec.id)
                     self.site.changed()
+                    if one.machine.keeper_lost:
+                        self._keeper_lost(one)
                 case hosted.ReportToKeeper(report):
                     self._background.spawn(self._report(one, report))
                 case _:
@@ -198,6 +201,21 @@ class JobHost:
         if one.machine.phase not in BEFORE_START:
             one.begun.set()
         self._wake.set()
+
+    def _keeper_lost(self, one: LiveJob) -> None:
+        """Answer viewers in the keeper's place: rank 0 is gone, so the job has failed.
+
+        Should the keeper come back, its own word replaces this one.
+        """
+        name = one.spec.slots[0].name
+        record = replace(
+            one.current_record(),
+            state=JobState.FAILED,
+            failure=Failure(None, name, 1, f"node of rank 0 lost: {one.machine.problem}"),
+            ended_age_s=0.0,
+        )
+        log.warning("job %s: %s", one.spec.id, one.machine.problem)
+        self.take_record(one, record)
 
     def on_keeper(self, one: LiveJob, event: job.Event) -> None:
         """Tell the keeper's machine of a job what happened."""
