@@ -60,7 +60,7 @@ class PreflightPort:
         """
         self = cls(_bind_same_port(hosts))
         for bound in self._sockets:
-            self._servers.append(await asyncio.start_server(self._serve, sock=bound, limit=4096))
+            self._servers.append(await asyncio.start_server(self._accept, sock=bound, limit=4096))
         self._timer = asyncio.get_running_loop().call_later(open_s, self.close)
         return self
 
@@ -73,12 +73,17 @@ class PreflightPort:
         for task in self._connections:
             task.cancel()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        if task is None or len(self._connections) >= _CONNECTIONS_MAX:
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # Not a coroutine: asyncio would leave the socket open if that were cancelled unstarted.
+        if len(self._connections) >= _CONNECTIONS_MAX:
             writer.close()
             return
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
         self._connections.add(task)
+        task.add_done_callback(self._connections.discard)
+        task.add_done_callback(lambda _: writer.close())
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(_CONNECTION_S):
                 async with asyncio.timeout(_FIRST_BYTES_S):
@@ -95,9 +100,6 @@ class PreflightPort:
                 await reader.read(1)  # the caller closes first
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
             pass  # a stranger's, or the listener closed: nothing to say to it
-        finally:
-            self._connections.discard(task)
-            writer.close()
 
 
 @dataclass(frozen=True, slots=True)
