@@ -95,9 +95,8 @@ async def test_stranger_gets_no_byte(port: PreflightPort, monkeypatch: pytest.Mo
 
 async def test_listener_closes_by_itself() -> None:
     port = await PreflightPort.open(["127.0.0.1"], open_s=0.05)
-    async with asyncio.timeout(5):
-        while (await check([target(port, "127.0.0.1")]))[0].hosts:
-            pass
+    await asyncio.wait_for(port.closed.wait(), 5)
+    assert (await check([target(port, "127.0.0.1")]))[0].hosts == ()
 
 
 async def test_unusable_address_is_skipped_or_named() -> None:

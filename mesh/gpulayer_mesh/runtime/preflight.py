@@ -11,6 +11,7 @@ This module does not know about jobs or membership; who may ask is the door's bu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import secrets
@@ -50,6 +51,7 @@ class PreflightPort:
         self._servers: list[asyncio.Server] = []
         self._connections: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        self.closed = asyncio.Event()
 
     @classmethod
     async def open(cls, hosts: Sequence[str], *, open_s: float = _OPEN_S) -> PreflightPort:
@@ -66,6 +68,7 @@ class PreflightPort:
 
     def close(self) -> None:
         """Stop listening and drop what is connected."""
+        self.closed.set()
         if self._timer is not None:
             self._timer.cancel()
         for server in self._servers:
@@ -75,13 +78,13 @@ class PreflightPort:
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # Not a coroutine: asyncio would leave the socket open if that were cancelled unstarted.
-        if len(self._connections) >= _CONNECTIONS_MAX:
-            writer.close()
+        # What was being accepted when we closed still arrives here.
+        if self.closed.is_set() or len(self._connections) >= _CONNECTIONS_MAX:
+            writer.transport.abort()
             return
         task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
-        # Abort, for unsent bytes of a caller that has gone would keep the socket.
         task.add_done_callback(lambda _: writer.transport.abort())
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -101,6 +104,11 @@ class PreflightPort:
                 await reader.read(1)  # the caller closes first
         except (OSError, EOFError, TimeoutError, asyncio.CancelledError):
             pass  # a stranger's, or the listener closed: nothing to say to it
+        finally:
+            # Unsent bytes of a caller that has gone would keep the socket, so no polite end.
+            writer.transport.abort()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
 
 @dataclass(frozen=True, slots=True)
