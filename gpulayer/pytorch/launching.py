@@ -7,11 +7,13 @@ depends on this machine's accelerator.
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from gpulayer_mesh.errors import GpuLayerError
 
@@ -199,6 +201,28 @@ def _say_once(text: str) -> None:
     if text not in _said:
         _said.add(text)
         Ui().note(text)
+
+
+def end_rank() -> NoReturn:
+    """End this rank's script here, successfully.
+
+    Raises:
+        SystemExit: always, so that `finally` blocks and atexit functions of the script run. The
+            interpreter is then left without tearing torch down, which takes seconds on a busy
+            machine and in which threads of Gloo abort the process now and then.
+    """
+    atexit.register(_leave)
+    raise SystemExit(0)
+
+
+def _leave() -> None:
+    atexit.unregister(_leave)
+    if rank_env() is None:  # this process only played a rank, as tests do
+        return
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def accelerator_of(name: str) -> Accelerator | None:

@@ -224,7 +224,7 @@ class Trainer:
         finally:
             if self._runtime is not None:
                 self._runtime.close()
-        raise SystemExit(0)
+        launching.end_rank()
 
     def _fit_here(self, model: Module, train: data.Loader | None, val: data.Loaders | None) -> None:
         self.should_stop = False
