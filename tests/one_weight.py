@@ -1,4 +1,4 @@
-"""The test recipe of TRAINER.md: one weight, starting at 0, so that every number can be read.
+"""One weight, starting at 0, so that every number can be read.
 
 loss = weight * mean(x), SGD with lr 1: the gradient of a batch is the mean of its samples.
 """

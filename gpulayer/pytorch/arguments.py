@@ -1,4 +1,4 @@
-"""Checks of what users pass, in Lightning's sense of each argument (TRAINER.md 1.1).
+"""Checks of what users pass, in Lightning's sense of each argument.
 
 Pure: values in, values out. The type of a number decides its meaning: 1 is one batch, 1.0 is all.
 """

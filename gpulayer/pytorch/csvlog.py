@@ -1,4 +1,4 @@
-"""metrics.csv: one row per logging call, columns sorted, buffered (TRAINER.md 1.13).
+"""metrics.csv: one row per logging call, columns sorted, buffered.
 
 Values stay tensors until the buffer is written, so a logging step does not wait for the device.
 Written at the end of each validation and epoch, and while training when the last write is

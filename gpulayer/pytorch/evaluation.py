@@ -2,7 +2,7 @@
 
 Ranks may have unequal numbers of batches, so nothing in here is collective until all loaders are
 done: the bare module is called, not its data-parallel wrapper, and metrics are reduced together at
-the end. Semantics are Lightning's (TRAINER.md 1.7, 1.8). Does not know when it is due.
+the end. Semantics are Lightning's. Does not know when it is due.
 """
 
 from __future__ import annotations

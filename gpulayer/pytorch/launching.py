@@ -195,7 +195,7 @@ _said: set[str] = set()
 
 
 def _say_once(text: str) -> None:
-    """Tell what surprises most about running one script in many places (cases E21)."""
+    """Tell what surprises most about running one script in many places."""
     from gpulayer.ui import Ui
 
     if text not in _said:

@@ -3,7 +3,7 @@
 What the module overrides is resolved once, at the start; a step without overrides and logging is
 forward, zero_grad, backward, step and a handful of attribute reads. Per step nothing waits for the
 device, nothing is written to disk and no rank talks to another beyond what DDP does.
-Order of calls, counters and stops are Lightning's (TRAINER.md 1.2 to 1.6). Knows one module on one
+Order of calls, counters and stops are Lightning's. Knows one module on one
 rank; where that is, `Trainer` decided before.
 """
 
@@ -95,7 +95,7 @@ class FitLoop:
         self._window = trainer.accumulate_grad_batches
         self._step_schedulers = self._schedulers("step", plateau=False)
         self._step_plateaus = self._schedulers("step", plateau=True)
-        # Ranks that read a loader whole would train copies of each other (cases F5).
+        # Ranks that read a loader whole would train copies of each other.
         self._compare_ranks = self._runtime.world_size > 1 and not data.shared_out(loader)
         # the batch in hand
         self._batch_idx = -1

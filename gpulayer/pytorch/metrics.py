@@ -3,7 +3,7 @@
 Logging costs a lookup and one or two small tensor operations: no value is read on the host, moved
 between devices or, without `sync_dist` on a step, sent anywhere. Epoch values of all ranks are
 reduced together when an epoch ends: sums and weights are added up as floats, so ranks with unequal
-numbers of batches count right. Semantics are Lightning's (TRAINER.md 1.12); this module does not
+numbers of batches count right. Semantics are Lightning's; this module does not
 know loops, it is told the current hook and batch.
 """
 

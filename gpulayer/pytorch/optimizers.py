@@ -1,4 +1,4 @@
-"""The forms `configure_optimizers` may return, brought into one (TRAINER.md 1.11).
+"""The forms `configure_optimizers` may return, brought into one.
 
 Knows what belongs together, not when anything is stepped.
 """

@@ -1,6 +1,6 @@
 """Numeric precision: which names exist, which devices they are for, and how a step is wrapped.
 
-A combination that a device does not support is an error, never a quiet change (ADR-0014); so
+A combination that a device does not support is an error, never a quiet change; so
 "16-mixed" on CPU is refused where Lightning falls back to "bf16-mixed". Knows nothing of loops.
 """
 

@@ -1,6 +1,6 @@
 """`Trainer`: the arguments, where a call runs, and what a fit consists of around its loop.
 
-Names and semantics are Lightning's (TRAINER.md); `target` is ours. The loop itself is in `loop`,
+Names and semantics are Lightning's; `target` is ours. The loop itself is in `loop`,
 the decision where to run in `launching`, the results of calls elsewhere in `results`.
 """
 

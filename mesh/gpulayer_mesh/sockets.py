@@ -12,7 +12,7 @@ import os
 import socket
 import ssl
 
-DEAD_PATH_S = 20  # B8, half-open TCP: unacknowledged data or three lost keepalives end it
+DEAD_PATH_S = 20  # half-open TCP: unacknowledged data or three lost keepalives end it
 
 
 def listen(host: str | None, port: int) -> socket.socket:

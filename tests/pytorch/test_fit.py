@@ -1,4 +1,4 @@
-"""Fit in this process: the figures that TRAINER.md gives for Lightning."""
+"""Fit in this process: figures observed with Lightning."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from gpulayer_mesh.errors import RemoteProtocolError
 if TYPE_CHECKING:
     from cryptography import x509
 
-ALPN = "gpulayer/1"  # protocol name in TLS; B4 #22: a peer that speaks another one is told so
+ALPN = "gpulayer/1"  # protocol name in TLS; a peer that speaks another one is told so
 CERTIFICATE_MAX = 4096  # bytes of DER; ours take about 500
 
 # RFC 8410: the DER SubjectPublicKeyInfo of every Ed25519 key is this and the 32 raw bytes.

@@ -21,7 +21,7 @@ from gpulayer_mesh.core.certificates import id_of, node_id
 from gpulayer_mesh.core.types import MeshId, Name, NodeId, Role
 from gpulayer_mesh.errors import LocalProtocolError, RemoteProtocolError
 
-MEMBERS_MAX = 1024  # B4: gossip keeps one view per member; beyond this SWIM's figures do not hold
+MEMBERS_MAX = 1024  # gossip keeps one view per member; beyond this SWIM's figures do not hold
 # Bytes: 1,024 x (32 key + 63 name + 3 roles + framing) is 133 KiB at most.
 ROSTER_MAX = 160 * 1024
 

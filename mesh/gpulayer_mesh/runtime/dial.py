@@ -387,5 +387,5 @@ def _no_member(node: NodeId) -> NotAllowedError:
 
 
 def _printable(text: object) -> str:
-    """A peer's words go to a terminal: no control characters (B4 #18)."""
+    """A peer's words go to a terminal: no control characters."""
     return re.sub(r"[^\x20-\x7e\n\u00a0-\uffff]", "", text) if isinstance(text, str) else ""

@@ -7,7 +7,7 @@ a stream, and connections of nodes that are no longer members are cut when it ch
 One thing is open to holders of a certificate whom our roster does not list (it may be older than
 theirs): `POST /v1/roster` with a newer signed roster that lists them. That roster is the proof.
 
-Limits are those of SECURITY B6 and B4 #12; each constant says what it protects. The door does not
+Each limit's constant says what it protects. The door does not
 know what the routes do, who is alive, or where rosters are kept (`on_roster`).
 """
 
