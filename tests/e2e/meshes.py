@@ -29,7 +29,6 @@ class LanMesh:
         self.laptop: Host = lan["laptop"]
         self.boxes = [lan[name] for name in boxes]
         self.agents: dict[str, Process] = {}
-        self.ready_s = 0.0
 
     def form(self) -> None:
         """Create the mesh and have every box join with the same pasted line."""
@@ -38,9 +37,12 @@ class LanMesh:
         line = invite.expect(LINE.pattern, 20)[0]
         for box in self.boxes:
             self.start_agent(box, "--join", line)
+        started = time.monotonic()
         assert invite.wait(60) == 0, invite.output()
-        self.ready_s = self.wait_alive()
-        print(f"all listed, torch proven, {self.ready_s:.1f} s after the last start")
+        until(lambda: all(self.listed(box.name) for box in self.boxes), 10)
+        self.wait_proven()
+        took = time.monotonic() - started
+        print(f"all listed, torch proven, {took:.1f} s after the last start")
 
     def start_agent(self, box: Host, *arguments: str) -> Process:
         agent = box.popen([AGENT, *arguments])
@@ -65,18 +67,15 @@ class LanMesh:
     def state(self, name: str) -> str | None:
         return self.status()[name]["state"]
 
-    def wait_alive(self, deadline_s: float = 30) -> float:
-        """Wait until all boxes are alive and have proven torch; return how long it took."""
-        started = time.monotonic()
-        until(lambda: self._ready(), deadline_s)
-        return time.monotonic() - started
+    def listed(self, name: str) -> bool:
+        """Return whether a box is alive with all its figures; torch takes an import to prove."""
+        row = self.status().get(name, {})
+        figures = ("addresses", "roles", "cpus", "memory_total_mib", "python")
+        return row.get("state") == "alive" and all(row[key] for key in figures)
 
-    def _ready(self) -> bool:
-        rows = self.status()
-        return all(
-            box.name in rows and rows[box.name]["state"] == "alive" and rows[box.name]["torch"]
-            for box in self.boxes
-        )
+    def wait_proven(self, deadline_s: float = 60) -> None:
+        """Wait until every box has proven its torch, which three at once take long for here."""
+        until(lambda: all(self.status()[box.name]["torch"] for box in self.boxes), deadline_s)
 
     def ranks(self) -> list[int]:
         """Return the pids on all boxes that are neither agents nor their own children."""
