@@ -82,6 +82,7 @@ class Dialer:
         self._candidates: dict[NodeId, Sequence[Address]] = {}
         self._good: dict[NodeId, Address] = {}  # what worked last
         self._session = self._new_session()
+        self._made: set[asyncio.Transport] = set()  # every connection that is still open
         self._closing: set[asyncio.Task[None]] = set()
 
     def _new_session(self) -> aiohttp.ClientSession:
@@ -97,6 +98,9 @@ class Dialer:
     async def close(self) -> None:
         """Close every connection."""
         await asyncio.gather(_shut(self._session), *self._closing)
+        for transport in self._made:
+            transport.abort()
+        self._made.clear()
 
     def forget_connections(self) -> None:
         """Drop every connection, idle or not: after sleep or an address change each is suspect."""
@@ -324,6 +328,8 @@ class Dialer:
                 if transport is None:
                     raise TransportError("the connection was closed")
                 protocol.connection_made(transport)
+                # Two dials may finish in the same step of the loop, and only one is taken.
+                self._made = {one for one in self._made if not one.is_closing()} | {transport}
         except TimeoutError:
             raise TransportError("no answer") from None
         except OSError as e:
