@@ -55,10 +55,12 @@ class Invitation:
         """Why no more machine can join: "used-up", "expired", "burned"; "" while it is open."""
         return self._listener.ended.value if self._listener.ended else ""
 
-    async def __aiter__(self) -> AsyncIterator[RosterEntry | joining.TriedWrongly]:
-        """Yield each new member and each wrong try."""
+    async def __aiter__(
+        self,
+    ) -> AsyncIterator[RosterEntry | joining.TriedWrongly | joining.NotAdmitted]:
+        """Yield each new member, each wrong try, and who could not be admitted."""
         async for news in self._listener:
-            if isinstance(news, joining.TriedWrongly):
+            if isinstance(news, joining.TriedWrongly | joining.NotAdmitted):
                 yield news
             else:
                 yield _mesh(self._home).book.members[news.request.node]

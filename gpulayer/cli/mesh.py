@@ -38,7 +38,7 @@ def create(args: Namespace, ui: Ui) -> int:
 
 def invite(args: Namespace, ui: Ui) -> int:
     """Offer one line until it is used up, expires or Ctrl-C closes it."""
-    from gpulayer_mesh.runtime.joining import TriedWrongly
+    from gpulayer_mesh.runtime.joining import NotAdmitted, TriedWrongly
 
     from gpulayer import membership
 
@@ -60,6 +60,9 @@ def invite(args: Namespace, ui: Ui) -> int:
                         f"a wrong try from {news.host}; "
                         f"after {news.tries_left} more the line is void"
                     )
+                    continue
+                if isinstance(news, NotAdmitted):
+                    ui.note(f"could not admit {news.request.name}: {news.error}")
                     continue
                 roles_of = "+".join(role.value for role in news.roles)
                 joined += 1
