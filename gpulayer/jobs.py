@@ -111,6 +111,24 @@ async def _wait_end(
                 await asyncio.wait_for(lines_done.wait(), POLL_S)
 
 
+async def bring_home(client: MeshClient, record: JobRecord, dest: Path, ui: Ui) -> None:
+    """Collect everything of a job that has ended, and print how it ended.
+
+    Raises:
+        GpuLayerError: as `collect`, for a job that succeeded; a failed one is news enough.
+    """
+    missing: GpuLayerError | None = None
+    try:
+        await collect(client, record, dest, ui)
+    except GpuLayerError as e:
+        missing = e
+        if record.state is not JobState.SUCCEEDED:
+            ui.note(e.message)
+    ui.outcome(record)
+    if missing is not None and record.state is JobState.SUCCEEDED:
+        raise missing
+
+
 async def collect(
     client: MeshClient,
     record: JobRecord,
@@ -123,6 +141,9 @@ async def collect(
 
     Args:
         only: a file or folder as it lies in `dest`; None: everything.
+
+    Raises:
+        GpuLayerError: some could not be fetched or written; all others are home.
     """
     everything, refused = placed(record.spec, await client.outputs(record))
     wanted = None if only is None else PurePosixPath(only)
@@ -149,6 +170,11 @@ async def collect(
     if home:
         total = size(sum(file.size for _, file in home))
         ui.note(f"{counted(len(home), 'file')}, {total} -> {shown_path(dest)}")
+    if missed := sum(path is None for path in fetched):
+        raise GpuLayerError(
+            f"{counted(missed, 'file')} of job {record.spec.id} did not come home",
+            hint=f"gpulayer get {record.spec.id}    (the nodes keep them for a while)",
+        )
     return [path for path in fetched if path is not None]
 
 

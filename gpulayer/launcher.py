@@ -56,6 +56,7 @@ STAGE_FLOOR_BYTES_S = 500_000  # slowest link worth training over; a deadline, n
 STAGE_S = 60.0  # on top of the transfer: unpacking 100,000 files
 UPLOADS = 4  # parallel chunk uploads: fills a 1 Gbit/s link through one TLS core
 BUSY_POLL_S = 2.0
+SAME_PRESS_S = 0.3  # signals closer than this are one wish; nobody presses Ctrl-C twice so fast
 _NO_SCRIPT = "there is no script to run on the other machines: this is a notebook, REPL or -c"
 _SAVE_IT = "save the code as a file, e.g. train.py, and run `python train.py`"
 WAIT_S = 3600.0  # how long a request may wait for busy nodes before exit 4
@@ -233,8 +234,7 @@ async def _run_job(request: JobRequest) -> JobOutcome:
                 interrupts.on_stop = stop
                 record = await jobs.follow(client, record, ui)
                 destination = request.root / "gpulayer_jobs" / job
-                await jobs.collect(client, record, destination, ui)
-                ui.outcome(record)
+                await jobs.bring_home(client, record, destination, ui)
                 return outcome_of(record, destination)
     finally:
         packing.cancel()
@@ -563,6 +563,7 @@ class Interrupts:
         self.on_stop: Callable[[bool], Any] | None = None
         self._task = task
         self._count = 0
+        self._last = float("-inf")
         self._before: dict[signal.Signals, Any] = {}  # what the script itself had installed
         self._stops: set[asyncio.Task[Any]] = set()
 
@@ -586,6 +587,10 @@ class Interrupts:
             signal.signal(number, before)
 
     def _signalled(self) -> None:
+        # A terminal or `timeout` may send one signal to the process and to its group.
+        last, self._last = self._last, time.monotonic()
+        if self._last - last < SAME_PRESS_S:
+            return
         self._count += 1
         if self.on_stop is None:
             if self._task is not None:

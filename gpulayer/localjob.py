@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 HOST = "127.0.0.1"
 NAME = "local"
 TAIL_LINES = 60
+# Nobody else could stop these ranks, so they end soon after their launcher was killed. A launcher
+# that is only suspended in a terminal has this long to come back.
+SILENCE_S = 30.0
 
 
 async def run(request: JobRequest, processes: int) -> JobOutcome:
@@ -73,6 +76,7 @@ async def run(request: JobRequest, processes: int) -> JobOutcome:
         call=request.call,
     )
     folder = env.home() / "local" / spec.id
+    await asyncio.to_thread(_sweep, folder.parent)
     folder.mkdir(parents=True, mode=0o700)
     host = HostContext(
         base=env.copied_env(),
@@ -90,6 +94,7 @@ async def run(request: JobRequest, processes: int) -> JobOutcome:
         ),
         cookie=host.cookie,
         grace_s=request.stop_grace_s,
+        agent_silence_s=SILENCE_S,
         secrets=tuple(request.secrets.values()),
     )
     local = _LocalJob(spec, folder, ui)
@@ -110,6 +115,13 @@ async def run(request: JobRequest, processes: int) -> JobOutcome:
         await asyncio.to_thread(shutil.rmtree, folder, True)
 
 
+def _sweep(root: Path) -> None:
+    """Remove the folders of launchers that were killed, once their ranks are gone."""
+    for old in root.iterdir() if root.is_dir() else ():
+        if not shims.ShimRunner().alive(old) and time.time() - old.stat().st_mtime > SILENCE_S:
+            shutil.rmtree(old, ignore_errors=True)
+
+
 def _in_place(request: JobRequest) -> tuple[str, ...]:
     """The ranks start in the folder where the user did, so the script needs its full path."""
     if request.python and request.argv[0] != "-m":
@@ -120,7 +132,7 @@ def _in_place(request: JobRequest) -> tuple[str, ...]:
 def _rank_env(spec: JobSpec, rank: int, order: GoOrder, host: HostContext) -> dict[str, str]:
     found = rank_environment(spec, 0, rank, order, host)
     # Where the files of earlier Trainer calls lie; on a mesh they are in the working folder.
-    found["GPULAYER_REPLAY"] = f"{host.job_dir}/work/.gpulayer-replay"
+    found["GPULAYER_REPLAY"] = str(Path(host.job_dir, "work", ".gpulayer-replay"))
     return found
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from gpulayer_mesh.core.jobspec import JOB_ID_CHARS, JobKind
@@ -135,6 +137,23 @@ def test_addresses_without_a_common_one_are_refused() -> None:
     }
     _, problems = launcher.common_hosts(["a", "b", "c"], ["A", "B", "C"], reached)
     assert [p.node for p in problems] == ["A"]
+
+
+async def test_one_signal_sent_twice_is_one_wish(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    async def stop(kill: bool) -> None:
+        asked.append(kill)
+
+    # timeout(1) signals the process and its group, a person presses again a second later
+    times = iter([100.0, 100.01, 101.0])
+    monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    interrupts = launcher.Interrupts(None)
+    interrupts.on_stop = stop
+    for _ in range(3):
+        interrupts._signalled()
+        await asyncio.sleep(0)
+    assert asked == [False, True]
 
 
 def test_cause_comes_before_its_consequences() -> None:

@@ -135,8 +135,7 @@ def attach(args: Namespace, ui: Ui) -> int:
 
     async def watch(client: MeshClient, record: JobRecord) -> int:
         final = await viewing.follow(client, record, ui)
-        await viewing.collect(client, final, _home_of(final), ui)
-        ui.outcome(final)
+        await viewing.bring_home(client, final, _home_of(final), ui)
         return exit_code(final) or 0
 
     return _view(args, ui, watch)
@@ -188,15 +187,20 @@ def stop(args: Namespace, ui: Ui) -> int:
 def get(args: Namespace, ui: Ui) -> int:
     """Bring files of a job here."""
 
+    running = False
+
     async def fetch() -> list[Path]:
+        nonlocal running
         async with await MeshClient.connect(env.home()) as client:
             record = await client.find_job(args.job)
+            running = record.state not in viewing.ENDED
             dest = Path(args.to) if args.to else _home_of(record)
             return await viewing.collect(client, record, dest, ui, only=args.path)
 
     if not asyncio.run(fetch()):
         what = f"no file {args.path!r}" if args.path else "no files"
-        raise GpuLayerError(f"job {args.job} offers {what}", hint="is the job's node reachable?")
+        hint = "it still runs; ask again later" if running else "are all of its nodes reachable?"
+        raise GpuLayerError(f"job {args.job} offers {what}", hint=hint)
     return ExitCode.OK
 
 

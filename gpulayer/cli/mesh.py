@@ -12,7 +12,7 @@ import time
 from argparse import Namespace
 
 from gpulayer_mesh.client import MeshClient
-from gpulayer_mesh.config import default_name
+from gpulayer_mesh.config import check_name, default_name
 from gpulayer_mesh.core.types import Role, Snapshot
 from gpulayer_mesh.errors import ConfigError, ExitCode, GpuLayerError
 
@@ -28,7 +28,7 @@ def create(args: Namespace, ui: Ui) -> int:
     """Found a mesh with this machine as its first member."""
     from gpulayer_mesh.runtime import identity as identities
 
-    name = args.name or default_name()
+    name = check_name("--name", args.name or default_name())
     mesh = identities.create_mesh(identities.load_or_create(env.home()), name)
     ui.note(f"mesh {mesh.mesh[:8]} created; this machine is {name!r} and holds the mesh's key")
     ui.note("next: gpulayer mesh invite --uses N, one use per machine that is to join")
@@ -89,7 +89,8 @@ def join(args: Namespace, ui: Ui) -> int:
         line = sys.stdin.read(_LINE_MAX)
         if not line.strip():
             raise ConfigError("no line on stdin")
-    us, mesh = asyncio.run(membership.join(env.home(), line, args.name or default_name()))
+    name = check_name("--name", args.name or default_name())
+    us, mesh = asyncio.run(membership.join(env.home(), line, name))
     ui.note(f"joined mesh {mesh[:8]} as {us.name!r}: {'+'.join(role.value for role in us.roles)}")
     if Role.WORKER in us.roles:
         ui.note("start gpulayer-agent to take part in jobs")

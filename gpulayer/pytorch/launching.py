@@ -172,6 +172,8 @@ def run(choice: Choice, **fields: Any) -> JobOutcome:
         if choice.where is Where.LOCAL:
             return launcher.run_local(request, processes=choice.processes)
         return launcher.run_job(request)
+    except KeyboardInterrupt:  # before the start: nothing is left anywhere
+        raise SystemExit(130) from None
     except GpuLayerError as error:
         from gpulayer.ui import Ui
 

@@ -405,6 +405,15 @@ class MeshClient:
         # Hashed, for a name with a prefix and an ending may be longer than names can be.
         part = dest.with_name(f".{hashlib.sha256(os.fsencode(dest.name)).hexdigest()[:16]}.part")
         part.unlink(missing_ok=True)
+        try:
+            await self._fetch_into(part, record, node, file)
+            part.replace(dest)
+        finally:
+            part.unlink(missing_ok=True)
+
+    async def _fetch_into(
+        self, part: Path, record: JobRecord, node: NodeId, file: OutputFile
+    ) -> None:
         digest = hashlib.sha256()
         offset = 0
         with part.open("wb") as out:
@@ -420,9 +429,7 @@ class MeshClient:
                         raise
                     await asyncio.sleep(wait_s)
         if offset != file.size or digest.digest() != file.sha256:
-            part.unlink()
             raise TransportError(f"{file.path!r} arrived damaged: {offset} of {file.size} bytes")
-        part.replace(dest)
 
     async def _read_output(
         self, record: JobRecord, node: NodeId, file: OutputFile, offset: int

@@ -21,7 +21,7 @@ import platformdirs
 from gpulayer_mesh.errors import ConfigError
 
 DEFAULT_PORT = 17433  # below every system's ephemeral range, so that no connection takes it first
-_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
 _CONFIG_MAX_BYTES = 64 * 1024  # a few names and peers
 _LINE_MAX = 4096  # characters of an invitation; one with 8 addresses has 400
 
@@ -45,6 +45,17 @@ def default_name() -> str:
     return label[:63] or "node"
 
 
+def check_name(option: str, name: str) -> str:
+    """Return `name` if it can stand in tables, prefixes and targets without quoting.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if not _NAME.match(name):
+        raise ConfigError(f"{option} {name[:80]!r}: letters, digits, '.', '_', '-'; at most 63")
+    return name
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
     """What one agent was started with."""
@@ -60,10 +71,11 @@ class AgentConfig:
 
     def __post_init__(self) -> None:
         problems = []
-        if not _NAME.match(self.name):
-            problems.append(f"--name {self.name!r}: letters, digits, '.', '_', '-'; at most 63")
-        if self.zone and not _NAME.match(self.zone):
-            problems.append(f"--zone {self.zone!r}: letters, digits, '.', '_', '-'; at most 63")
+        for option, value in (("--name", self.name), ("--zone", self.zone or "none")):
+            try:
+                check_name(option, value)
+            except ConfigError as e:
+                problems.append(e.message)
         if not 1024 <= self.port <= 65000:
             problems.append(f"--port {self.port}: use 1024 to 65000")
         for peer in self.peers:

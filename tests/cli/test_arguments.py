@@ -202,3 +202,11 @@ def test_module_form_ships_the_folder_it_is_started_in(tmp_path: Path) -> None:
 def test_interpreter_alone_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="would wait for input"):
         described(("python3",), tmp_path)
+
+
+def test_name_that_no_table_could_show_is_refused_before_anything_is_dialled(
+    ran: Callable[..., Done],
+) -> None:
+    done = ran("mesh", "join", "gpl1-x", "--name", "bad name/ä")
+    assert done.returncode == 2
+    assert "--name 'bad name/ä'" in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from gpulayer_mesh.client import MeshClient
 from gpulayer_mesh.core.jobspec import JobKind, JobRecord, JobSpec, JobState, OutputFile, Slot
 from gpulayer_mesh.core.logrecord import LogRecord, LogStream
 from gpulayer_mesh.core.types import Accelerator
-from gpulayer_mesh.errors import DiscoveryError, NotAllowedError, TransportError
+from gpulayer_mesh.errors import DiscoveryError, GpuLayerError, NotAllowedError, TransportError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -300,9 +301,11 @@ async def test_file_that_cannot_come_is_named_and_the_others_come(
     screen: Screen, tmp_path: Path
 ) -> None:
     client = ScriptedClient(files=[(A, out("broken.bin")), (A, out("good.bin"))])
-    assert await jobs.collect(scripted(client), DONE, tmp_path, screen.ui) == [
-        tmp_path / "good.bin"
-    ]
+    with pytest.raises(GpuLayerError, match=r"1 file of job .* did not come home") as caught:
+        await jobs.collect(scripted(client), DONE, tmp_path, screen.ui)
+    assert caught.value.hint is not None
+    assert f"gpulayer get {SPEC.id}" in caught.value.hint
+    assert os.listdir(tmp_path) == ["good.bin"]
     assert "broken.bin did not come home: it arrived damaged" in screen.err.getvalue()
 
 

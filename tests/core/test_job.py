@@ -17,6 +17,7 @@ from gpulayer_mesh.core.job import (
     Effect,
     Event,
     Go,
+    HostRemoved,
     HostReported,
     KeptJob,
     RecordChanged,
@@ -242,6 +243,15 @@ def test_one_call_is_in_flight_per_host() -> None:
     assert keeper.hear(report(0, RUNNING, running(0))) == [RenewHost(node(0))]
     assert keeper.hear(report(0, RUNNING, running(0))) == []
     assert keeper.do(Tick(), CALL_S - RENEW_S) == [RenewHost(node(0)), RenewHost(node(1))]
+
+
+def test_removed_node_is_lost_at_once() -> None:
+    keeper = Keeper().run()
+    keeper.do(HostRemoved(node(2)), 0.5)
+    effects = keeper.wait(SETTLE_S, 2)
+    assert StopHost(node(1), FAILURE_GRACE_S, False) in effects
+    assert keeper.failed[:2] == (None, "box-2")
+    assert keeper.failed[3] == "node lost: box-2 was removed from the mesh"
 
 
 def test_silent_node_is_lost_and_not_waited_for() -> None:

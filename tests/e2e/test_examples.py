@@ -15,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from gpulayer.localjob import SILENCE_S
+
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -199,3 +201,22 @@ def test_launch_exits_with_the_code_of_the_failing_rank(tmp_path: Path) -> None:
     done = run(tmp_path, "python", "train.py", "9", code=9)
     assert done.stderr.rstrip().endswith("about to fail")
     assert (home_of(tmp_path) / "rank1" / "out.txt").read_text() == "1 of 2"
+
+
+def test_killed_launcher_of_a_local_job_takes_its_ranks_along(tmp_path: Path) -> None:
+    (tmp_path / "sleeps.py").write_text(
+        "from gpulayer.pytorch import launch\n"
+        "launch(devices=2, accelerator='cpu', target='local')\n"
+        "import time\n"
+        "print('up', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    command = [sys.executable, "sleeps.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        assert "up" in launcher.stdout.readline()
+        launcher.kill()
+    ranks = [p for p in psutil.process_iter(["cwd"]) if p.info["cwd"] == str(tmp_path)]
+    assert ranks
+    _, alive = psutil.wait_procs(ranks, timeout=SILENCE_S + 30)
+    assert not alive

@@ -84,11 +84,18 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class HostRemoved:
+    """The roster no longer has this node; it ends its ranks by itself."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     pass
 
 
-Event = Go | HostReported | ReportFailed | StopRequested | Tick
+Event = Go | HostReported | ReportFailed | StopRequested | HostRemoved | Tick
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +157,7 @@ class _Host:
     call_until: float | None = None  # a call is in flight at most until then
     call_at: float = 0.0  # when the next is due
     error: str = ""  # of the last call, "" after an answer
-    lost: bool = False
+    lost: str = ""  # why it counts no more
 
     @property
     def started(self) -> bool:
@@ -160,7 +167,7 @@ class _Host:
 
     @property
     def over(self) -> bool:
-        return self.lost or self.report.phase is HostPhase.ENDED
+        return bool(self.lost) or self.report.phase is HostPhase.ENDED
 
     @property
     def ranks_gone(self) -> bool:
@@ -280,6 +287,9 @@ class KeptJob:
                     self._hosts[node].error = error[:256]
             case StopRequested():
                 self._stop_requested(now, event)
+            case HostRemoved(node):
+                if node in self._hosts and not self._hosts[node].over:
+                    self._hosts[node].lost = "was removed from the mesh"
             case Tick():
                 pass
         self._judge(now, event)
@@ -363,7 +373,8 @@ class KeptJob:
         hosts = self._hosts.values()
         for host in hosts:
             if self._watches(host) and now >= host.heard + HOST_LOST_S:
-                host.lost = True
+                why = f" ({host.error})" if host.error else ""
+                host.lost = f"did not answer for {HOST_LOST_S:g} s{why}"
         if self.stage is Stage.WAITING and self._late(now):
             self._cancelled = True
             self.cause = f"no go order within {GO_S:g} s"
@@ -422,10 +433,7 @@ class KeptJob:
         for host in self._hosts.values():
             if host.lost and not host.ranks_gone:
                 name = host.slot.name
-                why = f" ({host.error})" if host.error else ""
-                return Failure(
-                    None, name, 1, f"node lost: {name} did not answer for {HOST_LOST_S:g} s{why}"
-                )
+                return Failure(None, name, 1, f"node lost: {name} {host.lost}")
         return None
 
     def _stopped_there(self) -> Failure | None:

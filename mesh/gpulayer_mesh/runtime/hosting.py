@@ -111,6 +111,9 @@ class JobHost:
             if gone not in book and not one.ended:
                 who = "this node" if gone == self.site.node else one.spec.submitter_name
                 self.on_host(one, hosted.Stop(0.0, True, f"{who} was removed from the mesh"))
+            for node in one.participants if one.kept is not None else ():
+                if node not in book:
+                    self.on_keeper(one, job.HostRemoved(node))
 
     def reserve(self, spec: JobSpec, signed: bytes, slot_index: int) -> LiveJob:
         """Grant what a checked job asks of this node; asking again only renews.

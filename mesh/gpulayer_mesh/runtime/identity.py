@@ -117,7 +117,7 @@ def create_mesh(identity: Identity, name: str) -> MeshFiles:
         if (folder / "roster").exists():
             raise ConfigError(
                 "this machine already belongs to a mesh",
-                hint=f"to leave it, remove {str(folder)!r}; `gpulayer mesh status` shows it",
+                hint=_leaving(folder),
             )
         ca_key = _create_key(folder / "ca.key")
         public = identity.key.public_key().public_bytes_raw()
@@ -278,9 +278,17 @@ def _loaded(identity: Identity) -> MeshFiles:
     except (OSError, ValueError, RemoteProtocolError) as e:
         raise ConfigError(
             f"the mesh files in {str(folder)!r} are damaged: {e}",
-            hint="remove that folder, ask for an invitation and join again",
+            hint="ask for an invitation and join again; " + _leaving(folder),
         ) from e
     return MeshFiles(mesh, book, ca_der, (folder / "ca.key").exists())
+
+
+def _leaving(folder: Path) -> str:
+    """How to leave a mesh; on the founding machine that is the end of the mesh."""
+    hint = f"to leave the mesh, remove {str(folder)!r}"
+    if (folder / "ca.key").exists():
+        hint += "; keep its ca.key: it is the only copy of the mesh's key"
+    return hint
 
 
 def _ca_key(home: Path) -> Ed25519PrivateKey:
