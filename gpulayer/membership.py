@@ -91,6 +91,7 @@ async def invitation(
             "this machine does not hold the key of the mesh",
             hint="invite on the machine where `gpulayer mesh create` ran",
         )
+    identities.load_ca_key(home)  # an unusable key should stop us before anybody is invited
     hosts = [bind] if bind else _hosts()
     if not hosts:
         raise ConfigError("this machine has no network address that others could reach")

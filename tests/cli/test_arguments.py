@@ -210,3 +210,16 @@ def test_name_that_no_table_could_show_is_refused_before_anything_is_dialled(
     done = ran("mesh", "join", "gpl1-x", "--name", "bad name/ä")
     assert done.returncode == 2
     assert "--name 'bad name/ä'" in done.stderr
+
+
+def test_invitation_with_a_key_others_can_read_is_refused_at_once(
+    ran: Callable[..., Done], tmp_path: Path
+) -> None:
+    assert ran("mesh", "create").returncode == 0
+    key = tmp_path / "gpulayer-home" / "mesh" / "ca.key"
+    key.chmod(0o644)
+    done = ran("mesh", "invite")
+    assert done.returncode == 2
+    assert done.stdout == ""  # no line
+    assert "can be read by other users" in done.stderr
+    assert f"chmod 600 {key}" in done.stderr

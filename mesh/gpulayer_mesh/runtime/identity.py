@@ -177,7 +177,7 @@ def admit(
         NotAllowedError: the CA key is not on this machine.
         LocalProtocolError: the mesh is full.
     """
-    ca_key = _ca_key(identity.home)
+    ca_key = load_ca_key(identity.home)
     with _locked(identity.home):
         files = _loaded(identity)
         signed, old = files.book.signed, files.book.roster
@@ -199,7 +199,7 @@ def remove_member(identity: Identity, node: NodeId) -> RosterBook:
         NotAllowedError: the CA key is not on this machine.
         LocalProtocolError: it is no member.
     """
-    ca_key = _ca_key(identity.home)
+    ca_key = load_ca_key(identity.home)
     with _locked(identity.home):
         book = _loaded(identity).book
         signed = roster.seal_roster(ca_key, roster.without_member(book.roster, node))
@@ -291,7 +291,12 @@ def _leaving(folder: Path) -> str:
     return hint
 
 
-def _ca_key(home: Path) -> Ed25519PrivateKey:
+def load_ca_key(home: Path) -> Ed25519PrivateKey:
+    """Return the mesh's key, with which members are admitted and removed.
+
+    Raises:
+        NotAllowedError: another machine holds it. ConfigError: it is damaged or readable by others.
+    """
     path = home / "mesh" / "ca.key"
     if not path.exists():
         raise NotAllowedError(
