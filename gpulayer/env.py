@@ -31,7 +31,6 @@ class RankEnv:
     rank: int
     local_rank: int
     world_size: int
-    local_world_size: int
     node_rank: int
     accelerator: str | None  # what the plan granted
     node: str | None  # name
@@ -53,7 +52,6 @@ def rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
         rank=_number(env, "RANK", 0),
         local_rank=_number(env, "LOCAL_RANK", 0),
         world_size=world_size,
-        local_world_size=_number(env, "LOCAL_WORLD_SIZE", 1),
         node_rank=_number(env, "GROUP_RANK", 0),
         accelerator=env.get("GPULAYER_ACCELERATOR"),
         node=env.get("GPULAYER_NODE"),

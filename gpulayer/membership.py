@@ -22,7 +22,6 @@ from gpulayer_mesh.errors import (
     DiscoveryError,
     GpuLayerError,
     NoMeshError,
-    NotAllowedError,
 )
 from gpulayer_mesh.runtime import identity as identities
 from gpulayer_mesh.runtime import interfaces, joining
@@ -86,11 +85,6 @@ async def invitation(
     """
     identity = identities.load_or_create(home)
     mesh = _mesh(home)
-    if not mesh.founding:
-        raise NotAllowedError(
-            "this machine does not hold the key of the mesh",
-            hint="invite on the machine where `gpulayer mesh create` ran",
-        )
     identities.load_ca_key(home)  # an unusable key should stop us before anybody is invited
     hosts = [bind] if bind else _hosts()
     if not hosts:
@@ -135,11 +129,7 @@ async def remove(home: Path, ident: str) -> tuple[RosterEntry, Spread]:
     """
     identity = identities.load_or_create(home)
     mesh = _mesh(home)
-    if not mesh.founding:
-        raise NotAllowedError(
-            "this machine does not hold the key of the mesh",
-            hint="remove members on the machine where `gpulayer mesh create` ran",
-        )
+    identities.load_ca_key(home)
     member = mesh.book.find(ident)
     if member is None:
         raise GpuLayerError(f"no member {ident!r}", hint="`gpulayer mesh status` lists them")

@@ -38,7 +38,6 @@ _LOCAL = RankEnv(
     rank=0,
     local_rank=0,
     world_size=1,
-    local_world_size=1,
     node_rank=0,
     accelerator=None,
     node=None,

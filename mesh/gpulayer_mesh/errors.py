@@ -130,26 +130,6 @@ class PlacementBusyError(PlacementError):
     exit_code = ExitCode.TIMED_OUT
 
 
-class JobFailedError(GpuLayerError):
-    """A job ended badly: the first failing rank, where, and how."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        code: int,
-        rank: int | None = None,
-        host: str | None = None,
-        tail: tuple[str, ...] = (),
-        hint: str | None = None,
-    ) -> None:
-        super().__init__(message, hint=hint)
-        self.code = code
-        self.rank = rank
-        self.host = host
-        self.tail = tail
-
-
 class IllegalTransitionError(LocalProtocolError):
     """A state machine got an event its state does not allow; carries its recent history."""
 

@@ -95,11 +95,6 @@ class GoOrder:
     secrets: EnvMap = field(default_factory=dict)  # only ever in memory and in the ranks
 
 
-class PreflightPort(StrEnum):
-    OPEN = "open"
-    BLOCKED = "blocked"
-
-
 @dataclass(frozen=True, slots=True)
 class RankStatus:
     rank: Annotated[int, Meta(ge=0)]

@@ -64,7 +64,6 @@ class MeshFiles:
     mesh: MeshId
     book: RosterBook
     ca_certificate: bytes  # DER
-    founding: bool  # the CA key is here: this machine can admit and remove
 
 
 def load_or_create(home: Path) -> Identity:
@@ -280,7 +279,7 @@ def _loaded(identity: Identity) -> MeshFiles:
             f"the mesh files in {str(folder)!r} are damaged: {e}",
             hint="ask for an invitation and join again; " + _leaving(folder),
         ) from e
-    return MeshFiles(mesh, book, ca_der, (folder / "ca.key").exists())
+    return MeshFiles(mesh, book, ca_der)
 
 
 def _leaving(folder: Path) -> str:
