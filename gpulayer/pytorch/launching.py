@@ -7,18 +7,16 @@ depends on this machine's accelerator.
 
 from __future__ import annotations
 
-import atexit
-import os
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from gpulayer_mesh.errors import GpuLayerError
 
 from gpulayer.env import named_env, rank_env
-from gpulayer.pytorch import arguments
+from gpulayer.pytorch import arguments, ending
 from gpulayer.pytorch.arguments import ArgumentError
 
 if TYPE_CHECKING:
@@ -82,6 +80,7 @@ def launch(
                 "a job of one process (start it with python, not with gpulayer run)",
                 file=sys.stderr,
             )
+        ending.pause_at_exit()
         return
     from gpulayer_mesh.core.jobspec import JobKind
 
@@ -203,28 +202,6 @@ def _say_once(text: str) -> None:
     if text not in _said:
         _said.add(text)
         Ui().note(text)
-
-
-def end_rank() -> NoReturn:
-    """End this rank's script here, successfully.
-
-    Raises:
-        SystemExit: always, so that `finally` blocks and atexit functions of the script run. The
-            interpreter is then left without tearing torch down, which takes seconds on a busy
-            machine and in which threads of Gloo abort the process now and then.
-    """
-    atexit.register(_leave)
-    raise SystemExit(0)
-
-
-def _leave() -> None:
-    atexit.unregister(_leave)
-    if rank_env() is None:  # this process only played a rank, as tests do
-        return
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 def accelerator_of(name: str) -> Accelerator | None:

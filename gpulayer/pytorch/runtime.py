@@ -1,9 +1,8 @@
 """`Runtime`: the device, the process group, and what several ranks do together.
 
 For scripts with a loop of their own: `prepare` wraps a model for data-parallel training, `loader`
-shares out a DataLoader, `autocast`, `backward` and `step` apply the precision. The process group is
-closed on every way out: a gloo rank that merely ends now and then aborts with signal 6 after its
-work is done. Does not know modules with hooks, nor where a script was started.
+shares out a DataLoader, `autocast`, `backward` and `step` apply the precision. Does not know
+modules with hooks, nor where a script was started.
 """
 
 from __future__ import annotations
@@ -18,12 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported later it keeps the group alive, see close
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from gpulayer.env import RankEnv, rank_env
-from gpulayer.pytorch import data, seeding
+from gpulayer.pytorch import data, ending, seeding
 from gpulayer.pytorch.arguments import ArgumentError
 from gpulayer.pytorch.precision import Precision, canonical
 
@@ -115,6 +115,7 @@ class Runtime:
                 device_id=self.device if cuda else None,
             )
             self._owns_group = True
+            ending.pause_at_exit()
             atexit.register(self.close)
 
     # -- place -------------------------------------------------------------------------------
@@ -247,7 +248,12 @@ class Runtime:
     # -- the end -----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the process group if this runtime opened it. May be called twice."""
+        """Close the process group if this runtime opened it. May be called twice.
+
+        Once nothing refers to the group this joins its threads, which a Gloo group needs, see
+        `ending`. DDP imports a module whose functions have the default group as an argument's
+        default: imported while there is a group, it would keep it.
+        """
         if not self._owns_group:
             return
         self._owns_group = False

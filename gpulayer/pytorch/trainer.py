@@ -19,7 +19,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gpulayer import env as environment
-from gpulayer.pytorch import arguments, data, launching, optimizers, precision, results, seeding
+from gpulayer.pytorch import (
+    arguments,
+    data,
+    ending,
+    launching,
+    optimizers,
+    precision,
+    results,
+    seeding,
+)
 from gpulayer.pytorch.arguments import ArgumentError
 from gpulayer.pytorch.csvlog import MetricsFile
 from gpulayer.pytorch.evaluation import Evaluation
@@ -224,7 +233,7 @@ class Trainer:
         finally:
             if self._runtime is not None:
                 self._runtime.close()
-        launching.end_rank()
+        ending.end_rank()
 
     def _fit_here(self, model: Module, train: data.Loader | None, val: data.Loaders | None) -> None:
         self.should_stop = False
