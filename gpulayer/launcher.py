@@ -29,12 +29,13 @@ from gpulayer_mesh.core.jobspec import (
     JobSpec,
     JobState,
 )
-from gpulayer_mesh.core.types import Accelerator
+from gpulayer_mesh.core.types import Accelerator, Role
 from gpulayer_mesh.errors import (
     BundleError,
     ConfigError,
     ExitCode,
     GpuLayerError,
+    NotAllowedError,
     PlacementBusyError,
     PlacementError,
     Refusal,
@@ -298,7 +299,15 @@ async def _place(
     said = ""
     while True:
         try:
-            plan = placement.plan(wanted, await client.snapshot())
+            snapshot = await client.snapshot()
+            # The nodes check this as well; here it spares the user a plan that they would refuse.
+            if Role.LAUNCHER not in client.book.roles(client.identity.node):
+                raise NotAllowedError(
+                    f"this machine, {client.name!r}, is a member without the role launcher",
+                    hint="on the machine that founded the mesh: gpulayer mesh invite --role "
+                    "launcher, then here: gpulayer mesh join LINE",
+                )
+            plan = placement.plan(wanted, snapshot)
             ui.plan(plan, request, packed.bundle, here=client.identity.node)
             for note in (*packed.scan.notes, *_elsewhere(request)):
                 ui.note(note)

@@ -293,9 +293,9 @@ def refusal_lines(
     """Return one row per node: those that count, then the others and why they do not."""
     if not refusals:
         return []
-    rows = [(name, "(it counts)") for name in counted]
-    rows += [(r.node, r.reason if r.for_ever else f"{r.reason} (now)") for r in refusals]
-    return table(("NODE", "DOES NOT COUNT BECAUSE"), rows, width=width, shrink=(0, 1))
+    rows = [(name, "yes", "") for name in counted]
+    rows += [(r.node, "no" if r.for_ever else "not now", r.reason) for r in refusals]
+    return table(("NODE", "COUNTS", "WHY NOT"), rows, width=width, shrink=(0, 2))
 
 
 # Jobs

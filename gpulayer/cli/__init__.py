@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 _USAGE = 2  # `ExitCode.USAGE`, whose module takes 15 ms to import
+_RANKS_MAX = 1024 * 1024  # of a job: nodes times processes of one
 _PIPE_CLOSED = 128 + 13  # what a shell reports for a command that SIGPIPE ended
 
 
@@ -281,5 +282,8 @@ def _ranks(text: str) -> frozenset[int]:
         match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part)
         if match is None:
             raise argparse.ArgumentTypeError(f"{text!r} is not a list of ranks like 0,4-7")
-        ranks.update(range(int(match[1]), int(match[2] or match[1]) + 1))
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last - first > _RANKS_MAX:
+            raise argparse.ArgumentTypeError(f"{text!r} are more ranks than a job can have")
+        ranks.update(range(first, last + 1))
     return frozenset(ranks)

@@ -22,7 +22,7 @@ from gpulayer_mesh.errors import ConfigError, ExitCode, GpuLayerError
 from gpulayer import env
 from gpulayer import jobs as viewing
 from gpulayer.ui import Ui
-from gpulayer.views import exit_code, job_lines, jobs_json, log_json, outcome_lines
+from gpulayer.views import exit_code, job_lines, jobs_json, log_json, outcome_lines, rank_nodes
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _END_S = 15.0  # on top of the grace time: ranks are killed, files listed, the record written
@@ -147,6 +147,7 @@ def _view(args: Namespace, ui: Ui, watch: Any) -> int:
     async def look() -> int:
         async with await MeshClient.connect(env.home()) as client:
             found.append(await client.find_job(args.job))
+            _check_ranks(getattr(args, "rank", None), found[0])
             return int(await watch(client, found[0]))
 
     try:
@@ -156,6 +157,14 @@ def _view(args: Namespace, ui: Ui, watch: Any) -> int:
         if found and found[0].ended_age_s is None:
             ui.detached(found[0])
         raise
+
+
+def _check_ranks(wanted: frozenset[int] | None, record: JobRecord) -> None:
+    count = len(rank_nodes(record.spec))
+    absent = sorted(rank for rank in wanted or () if rank >= count)
+    if absent:
+        last = f"ranks 0 to {count - 1}" if count > 1 else "rank 0 only"
+        raise ConfigError(f"job {record.spec.id} has no rank {absent[0]}: it has {last}")
 
 
 def stop(args: Namespace, ui: Ui) -> int:

@@ -146,6 +146,18 @@ def test_without_a_mesh_one_sentence_says_what_to_run(
     assert any("gpulayer mesh create" in line for line in lines)
 
 
+def test_unusable_state_directory_is_named(
+    tmp_path: Path, ran: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    home = str(tmp_path / "file" / "below")
+    monkeypatch.setenv("GPULAYER_HOME", home)
+    done = ran("mesh", "create")
+    assert done.returncode == 2
+    said = f"gpulayer: error: cannot use the state directory {home!r}: Not a directory"
+    assert done.stderr.splitlines()[0] == said
+
+
 def test_traceback_comes_with_debug_only(ran: Callable[..., Done]) -> None:
     assert "Traceback" in ran("--debug", "jobs").stderr
 

@@ -146,6 +146,9 @@ def test_run_brings_output_and_files_home(gpulayer: Callable[..., Done]) -> None
     assert (listed["job"], listed["state"], listed["exit_code"]) == (job, "succeeded", 0)
     assert job in gpulayer("jobs").out
     assert gpulayer("logs", job[:6], "--rank", "1").out == f"rank 1 got {arguments!r}\n"
+    absent = gpulayer("logs", job, "--rank", "0,9")
+    assert (absent.code, absent.out) == (2, "")
+    assert f"job {job} has no rank 9: it has ranks 0 to 1" in absent.err
     records = [json.loads(row) for row in gpulayer("logs", job, "--json").out.splitlines()]
     assert {(r["rank"], r["stream"]) for r in records} == {
         (0, "out"), (0, "err"), (1, "out"), (1, "err"),
@@ -174,8 +177,8 @@ def test_impossible_request_exits_3_with_a_table(gpulayer: Callable[..., Done]) 
     done = gpulayer("run", "--nodes", "9", "--", "true")
     assert done.code == 3
     assert "gpulayer: error: asked for 9 nodes" in done.err
-    assert re.search(r"gpulayer:   NODE +DOES NOT COUNT BECAUSE", done.err)
-    assert re.search(r"gpulayer:   laptop +\S", done.err)
+    assert re.search(r"gpulayer:   NODE +COUNTS +WHY NOT", done.err)
+    assert re.search(r"gpulayer:   laptop +no +runs no agent", done.err)
 
 
 def test_dry_run_starts_nothing(gpulayer: Callable[..., Done]) -> None:

@@ -116,10 +116,18 @@ def test_every_changed_character_is_noticed(rng: random.Random) -> None:
             j.read_line(line[:at] + other + line[at + 1 :])
 
 
+def test_added_characters_are_noticed() -> None:
+    line = j.write_line(INVITATION)
+    for more in ("a", "7", "ab", "gpl1-", line):
+        with pytest.raises(JoinError, match=r"damaged|cannot have"):
+            j.read_line(line + more)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("", "does not start with"),
+        ("gpl1-xxxx", "damaged"),
         ("hello", "does not start with"),
         ("gpl1-", "cut off"),
         ("gpl1-ab!cd", "characters it cannot have"),

@@ -116,12 +116,12 @@ def read_line(text: str) -> Invitation:
     except ValueError:
         raise JoinError("the invitation contains characters it cannot have", hint=again) from None
     length, payload = int.from_bytes(framed[:2], "big"), framed[6:]
-    if len(framed) < 6 or len(payload) < length:
-        whole = len(_PREFIX) + -(-(6 + length) * 8 // 5) if len(framed) >= 2 else 100
+    whole = len(_PREFIX) + -(-(6 + length) * 8 // 5) if len(framed) >= 2 else 100
+    if len(token) < whole <= _LINE_MAX:
         raise JoinError(
             f"the invitation is cut off: {len(token)} of {whole} characters", hint=again
         )
-    if len(payload) > length or hashlib.sha256(payload).digest()[:4] != framed[2:6]:
+    if len(token) != whole or hashlib.sha256(payload).digest()[:4] != framed[2:6]:
         raise JoinError("the invitation is damaged: its checksum does not match", hint=again)
     try:
         values = wire.unpack(payload)

@@ -304,8 +304,10 @@ def _part(
     present = [device for device in caps.devices if device.kind is accelerator]
     asked = max(1, len(present)) if request.devices == "auto" else request.devices
     if asked > len(present):
-        count = len(present) or "no"
-        return (), asked, (f"{asked} {accelerator.value} devices asked, {count} present", True)
+        kind = f"{accelerator.value} device"
+        if not present:
+            return (), asked, (f"has no {kind}", True)
+        return (), asked, (f"{asked} {kind}s asked, it has {len(present)}", True)
     held = {index: grant.job for grant in member.grants for index in grant.devices}
     free_devices = tuple(d for d in present if d.index not in held and not d.busy_pids)
     if request.devices == "auto":

@@ -306,8 +306,14 @@ def load_ca_key(home: Path) -> Ed25519PrivateKey:
 
 
 def _private_dir(path: Path) -> None:
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = path.stat()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.stat()
+    except OSError as e:
+        raise ConfigError(
+            f"cannot use the state directory {str(path)!r}: {e.strerror}",
+            hint="GPULAYER_HOME names another one",
+        ) from e
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise ConfigError(
             f"{str(path)!r} belongs to or is writable by another user", hint=f"chmod 700 {path}"
