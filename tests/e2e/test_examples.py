@@ -92,11 +92,16 @@ def run(folder: Path, *command: str, code: int = 0) -> subprocess.CompletedProce
 
 
 def run_on_mesh(folder: Path, example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run an example on a local mesh of two; nothing of the mesh is left afterwards."""
-    (folder / example).write_bytes((EXAMPLES / example).read_bytes())
+    """Run an example on a local mesh of two as README does: in the clone, from its top.
+
+    Nothing of the mesh is left afterwards.
+    """
+    script = folder / "docs" / "examples" / example
+    script.parent.mkdir(parents=True)
+    script.write_bytes((EXAMPLES / example).read_bytes())
     done = run(
-        folder, "gpulayer", "mesh", "local", "--nodes", "2", "--", "python", example,
-        "--nodes", "2", *arguments,
+        folder, "gpulayer", "mesh", "local", "--nodes", "2", "--",
+        "python", f"docs/examples/{example}", "--nodes", "2", *arguments,
     )  # fmt: skip
     found = re.search(r"state in (\S+)$", done.stderr, re.MULTILINE)
     assert found is not None, done.stderr
@@ -154,7 +159,7 @@ def test_digits_are_learnt_and_code_after_fit_runs_once(tmp_path: Path) -> None:
     assert accuracies[0][0] == ""  # by the launching process, not behind a rank's prefix
     assert float(accuracies[0][1]) > 80
     assert "trained for 46 steps on 2 machine(s)" in done.stdout
-    assert list(home_of(tmp_path).glob("gpulayer_logs/version_0/metrics.csv"))
+    assert list(home_of(tmp_path / "docs" / "examples").glob("gpulayer_logs/version_0/metrics.csv"))
     shapes = {shape(row) for row in (done.stdout + done.stderr).splitlines()}
     assert [row for row in transcript() if shape(row) not in shapes] == []  # README shows this run
 
@@ -164,7 +169,7 @@ def test_character_transformer_trains_with_launch_alone(tmp_path: Path) -> None:
     assert (
         len(re.findall(r"^\[0\|node-\d\] step 2: loss \d\.\d{3}$", done.stdout, re.MULTILINE)) == 1
     )
-    home = home_of(tmp_path)
+    home = home_of(tmp_path / "docs" / "examples")
     assert (home / "sample.txt").read_text().startswith("def ")
     assert (home / "char_gpt.pt").stat().st_size > 1_000_000
 
