@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpulayer.pytorch.callback import Callback
     from gpulayer.pytorch.launching import is_launcher_process, launch
     from gpulayer.pytorch.module import Module
     from gpulayer.pytorch.runtime import Runtime
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 # No module may be called like one of these names: an imported submodule becomes an attribute of the
 # package and would hide the function.
 _HOME = {
+    "Callback": "callback",
     "Module": "module",
     "Runtime": "runtime",
     "Trainer": "trainer",
@@ -28,6 +30,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Callback",
     "Module",
     "Runtime",
     "Trainer",

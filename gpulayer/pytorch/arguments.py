@@ -93,16 +93,19 @@ def devices(value: Any) -> int | str:
     return at_least("devices", value, 1)
 
 
+def plain(count: float) -> int | None:
+    """Return a number of batches as JSON has it: None is unknown."""
+    return None if count == float("inf") else int(count)
+
+
 # What a Lightning user may pass that this Trainer does not have, and what to do instead.
 REFUSED = {
-    "callbacks": "callbacks are not available yet",
     "ckpt_path": "checkpoints are not available yet",
     "datamodule": "pass loaders to fit, or define train_dataloader in the module",
     "enable_checkpointing": "checkpoints are not available yet; fit brings the weights back",
     "enable_model_summary": "there is no model summary",
     "barebones": "the loop is lean as it is",
     "detect_anomaly": "wrap fit in torch.autograd.set_detect_anomaly(True)",
-    "inference_mode": "fit validates under no_grad",
     "overfit_batches": "use limit_train_batches",
     "plugins": "there are no plugins; use launch() with your own script",
     "profiler": "use torch.profiler around fit",

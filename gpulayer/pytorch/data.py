@@ -12,6 +12,7 @@ import dataclasses
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -150,6 +151,52 @@ def for_evaluation(
             for one in found
         ]
     return [_with_init(one, init) for one in found]
+
+
+def for_prediction(
+    loaders: Loaders, rank: int, world_size: int, *, inject: bool, whole_batches: bool, init: Any
+) -> list[Loader]:
+    """Return the loaders of which this rank predicts: nothing padded, nothing dropped."""
+    found = list(loaders) if isinstance(loaders, list | tuple) else [loaders]
+    result: list[Loader] = []
+    for one in found:
+        if isinstance(one, DataLoader) and type(one.batch_sampler) is BatchSampler:
+            one = _replaced(one, BatchSampler(one.sampler, one.batch_size or 1, drop_last=False))
+        if world_size > 1 and inject:
+            if whole_batches:
+                one = _every(one, rank, world_size)
+            elif isinstance(one, DataLoader) and shardable(one):
+                one = shard(one, rank, world_size, shuffle=False, pad=False, seed=0)
+        result.append(_with_init(one, init))
+    return result
+
+
+def _replaced(loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:
+    twin = copy.copy(loader)
+    vars(twin).update(batch_sampler=batch_sampler, drop_last=False, _iterator=None)
+    return twin
+
+
+def _every(loader: Loader, rank: int, world_size: int) -> Loader:
+    """Return every `world_size`-th batch of a loader, from `rank` on."""
+    if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
+        return _replaced(loader, Every(loader.batch_sampler, rank, world_size))
+    return Every(loader, rank, world_size)  # reads all: nothing else is known of it
+
+
+class Every:
+    """Every so many items of something that can be iterated over."""
+
+    def __init__(self, items: Iterable[Any], first: int, step: int) -> None:
+        self._items = items
+        self._first = first
+        self._step = step
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self._items), self._first, None, self._step)
+
+    def __len__(self) -> int:
+        return len(range(self._first, len(self._items), self._step))  # type: ignore[arg-type]
 
 
 def _with_init(loader: Loader, init: Any) -> Loader:

@@ -23,8 +23,7 @@ def pause_at_exit() -> None:
 
     They take it to let go of a tensor after its collective; asking for it while Python ends aborts
     the process, work done, with signal 6 (torch 2.13). A script that ends right after a collective
-    does so every tenth time. Closing the process group joins the threads, unless something still
-    refers to it, like a DDP model does.
+    does so every tenth time.
     """
     atexit.register(_pause)
 

@@ -1,4 +1,4 @@
-"""The validation loop: what runs inside fit after a batch, and as the sanity check before it.
+"""The evaluation loop: validation inside fit and as its sanity check, `validate`, `test`.
 
 Ranks may have unequal numbers of batches, so nothing in here is collective until all loaders are
 done: the bare module is called, not its data-parallel wrapper, and metrics are reduced together at
@@ -11,6 +11,7 @@ import inspect
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -25,34 +26,31 @@ from gpulayer.pytorch.module import Module, overridden
 if TYPE_CHECKING:
     from gpulayer.pytorch.trainer import Trainer
 
-_HOOKS = (
-    "on_validation_start",
-    "on_validation_end",
-    "on_validation_epoch_start",
-    "on_validation_epoch_end",
-    "on_validation_batch_start",
-    "on_validation_batch_end",
-    "on_validation_model_train",
-)
+Outputs = list[dict[str, float]]
 
 
 class Evaluation:
-    """Runs `validation_step` over loaders."""
+    """Runs `validation_step` or `test_step` over loaders.
+
+    Args:
+        stage: "fit", "validate" or "test".
+    """
 
     def __init__(
-        self, trainer: Trainer, module: Module, source: Callable[[], data.Loaders]
+        self, trainer: Trainer, module: Module, stage: str, source: Callable[[], data.Loaders]
     ) -> None:
         self._trainer = trainer
         self._module = module
+        self._stage = stage
         self._source = source
+        self._prefix = "test" if stage == "test" else "validation"
+        self._limit = "limit_test_batches" if stage == "test" else "limit_val_batches"
         self._loaders: list[data.Loader] | None = None
         self._num_batches: list[float] = []
         self._metrics = trainer._metrics
-        self._step = module.validation_step
+        self._step = getattr(module, f"{self._prefix}_step")
         self._takes_index = takes(self._step, 2)
-        self._hooks = {
-            name: getattr(module, name) if overridden(module, name) else None for name in _HOOKS
-        }
+        self._hooks = trainer._hooks
         self._transfer = transfer_of(module, trainer.runtime.device)
         # Batches seen per loader over all validations: the x axis of values logged on_step.
         self._seen: defaultdict[int, int] = defaultdict(int)
@@ -73,92 +71,102 @@ class Evaluation:
             self._several = len(self._loaders) > 1
             if self._several and not takes(self._step, 3):
                 raise ArgumentError(
-                    f"{len(self._loaders)} validation loaders, but validation_step takes no "
-                    "dataloader_idx"
+                    f"{len(self._loaders)} {self._prefix} loaders, but {self._prefix}_step takes "
+                    "no dataloader_idx"
                 )
-            limit = self._trainer.limit_val_batches
+            limit = getattr(self._trainer, self._limit)
             self._num_batches = [
-                batches("limit_val_batches", data.padded_length(one), limit)
-                for one in self._loaders
+                batches(self._limit, data.padded_length(one), limit) for one in self._loaders
             ]
         return self._loaders
 
-    def run(self, limit: float = float("inf")) -> None:
-        """Evaluate every loader, at most `limit` batches of each."""
+    def run(self, limit: float = float("inf")) -> Outputs:
+        """Evaluate every loader, at most `limit` batches of each.
+
+        Returns the epoch values of each loader; those logged outside of a loader are in each.
+        """
         loaders = self.load()
         if sum(self._num_batches) == 0:
-            return
+            return []
         trainer, metrics = self._trainer, self._metrics
         sanity = trainer.sanity_checking
-        for loader in loaders:
-            data.set_epoch(loader, trainer._epochs_processed)
+        if self._stage == "fit":
+            for loader in loaders:
+                data.set_epoch(loader, trainer._epochs_processed)
         within_batch = metrics.on_step
         metrics.evaluate(True)
         flags = [(part, part.training) for part in self._module.modules()]
-        self._call_model_hook("on_validation_model_eval")
-        with torch.no_grad():
-            self._call("on_validation_start")
-            self._call("on_validation_epoch_start")
+        outputs: list[dict[str, Tensor | float]] = []
+        common: dict[str, Tensor | float] = {}
+        with without_gradients(trainer, self._stage):
+            self._call_own("model_eval")
+            self._call("start")
+            self._call("epoch_start")
             for index, loader in enumerate(loaders):
                 for batch_idx, batch in enumerate(
-                    _bounded(loader, min(self._num_batches[index], limit))
+                    bounded(loader, min(self._num_batches[index], limit))
                 ):
                     self._batch(batch, batch_idx, index)
                     if not sanity:
                         self._keep_step_values(index)
             metrics.epoch_end()
             metrics.reduce()
-            row = {} if sanity else self._loader_values()
+            if not sanity:
+                outputs = self._loader_values(len(loaders))
             metrics.dataloader_idx = None
-            self._call("on_validation_epoch_end")
+            self._call("epoch_end")
             metrics.reduce()
             metrics.commit()
-            row.update(metrics.row())
             if not sanity:
+                common = metrics.row()
                 self._write_step_values()
-                trainer._log_row(row)
-            self._call("on_validation_end")
-        metrics.reset()
-        metrics.hook = ""
-        metrics.evaluate(False)
-        metrics.on_step = within_batch
-        if self._hooks["on_validation_model_train"]:
-            self._call("on_validation_model_train")
-        else:
-            for part, training in flags:
-                part.training = training
+                row = {name: value for one in reversed(outputs) for name, value in one.items()}
+                trainer._log_row(row | common)
+            self._call("end")
+            metrics.reset()
+            metrics.hook = ""
+            metrics.evaluate(False)
+            metrics.on_step = within_batch
+            if overridden(self._module, f"on_{self._prefix}_model_train"):
+                self._call_own("model_train")
+            else:
+                for part, training in flags:
+                    part.training = training
+        return [{name: float(v) for name, v in (one | common).items()} for one in outputs]
 
     def _batch(self, batch: Any, batch_idx: int, index: int) -> None:
         metrics = self._metrics
         batch = self._transfer(batch, index)
         args = (batch, batch_idx, index) if self._several else (batch, batch_idx)
         metrics.batch_start(batch, index if self._several else None)
-        self._call("on_validation_batch_start", *args)
-        metrics.hook = "validation_step"
+        self._call("batch_start", *args)
+        metrics.hook = f"{self._prefix}_step"
         with self._trainer.runtime.autocast():
             output = self._step(*args) if self._takes_index else self._step(batch)
-        self._call("on_validation_batch_end", output, *args)
+        self._call("batch_end", output, *args)
 
-    def _call(self, name: str, *args: Any) -> None:
+    def _call(self, what: str, *args: Any) -> None:
+        name = f"on_{self._prefix}_{what}"
         hook = self._hooks[name]
         if hook is not None:
             self._metrics.hook = name
             hook(*args)
 
-    def _call_model_hook(self, name: str) -> None:
+    def _call_own(self, what: str) -> None:
+        """Call a hook that has a default in the module and none in callbacks."""
         self._metrics.hook = ""
-        getattr(self._module, name)()
+        getattr(self._module, f"on_{self._prefix}_{what}")()
 
     # -- rows of metrics.csv -----------------------------------------------------------------
 
-    def _loader_values(self) -> dict[str, Tensor | float]:
-        """Publish each loader's epoch values; returns them for the row of this validation."""
-        row: dict[str, Tensor | float] = {}
+    def _loader_values(self, count: int) -> list[dict[str, Tensor | float]]:
+        """Publish each loader's epoch values and return them."""
+        found: list[dict[str, Tensor | float]] = [{} for _ in range(count)]
         for loader_index in self._metrics.loaders():
             self._metrics.dataloader_idx = loader_index
             self._metrics.commit()
-            row.update(self._metrics.row())
-        return row
+            found[loader_index or 0].update(self._metrics.row())
+        return found
 
     def _keep_step_values(self, index: int) -> None:
         """Keep what was logged on_step; written at the end, when ranks meet anyway."""
@@ -192,7 +200,20 @@ class Evaluation:
             self._trainer._log_row(row, step=int(row.pop("step")))
 
 
-def _bounded(loader: data.Loader, limit: float) -> Iterator[Any]:
+def without_gradients(trainer: Trainer, stage: str) -> AbstractContextManager[Any]:
+    """Return what a loop runs in that trains nothing.
+
+    Tensors made in inference mode may not take part in training later, so not inside fit; and gloo
+    cannot reduce them.
+    """
+    runtime = trainer.runtime
+    gloo = runtime.world_size > 1 and runtime.device.type != "cuda"
+    if stage == "fit" or gloo or not trainer.inference_mode:
+        return torch.no_grad()
+    return torch.inference_mode()
+
+
+def bounded(loader: data.Loader, limit: float) -> Iterator[Any]:
     return iter(loader) if limit == float("inf") else islice(iter(loader), int(limit))
 
 

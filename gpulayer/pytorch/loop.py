@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gpulayer.pytorch import data
 from gpulayer.pytorch.arguments import ArgumentError, batches
 from gpulayer.pytorch.evaluation import Evaluation, takes, transfer_of
-from gpulayer.pytorch.module import Module, overridden
+from gpulayer.pytorch.module import Module
 from gpulayer.pytorch.precision import ScaledOptimizer
 
 if TYPE_CHECKING:
@@ -30,23 +30,6 @@ if TYPE_CHECKING:
     from gpulayer.pytorch.trainer import Trainer
 
 _INF = float("inf")
-# Hooks called around steps; None after resolution where the module does not override them.
-_HOOKS = (
-    "on_train_start",
-    "on_train_end",
-    "on_train_epoch_start",
-    "on_train_epoch_end",
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_before_zero_grad",
-    "optimizer_zero_grad",
-    "on_before_backward",
-    "backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "configure_gradient_clipping",
-    "optimizer_step",
-)
 
 
 class StepForward(nn.Module):
@@ -81,9 +64,7 @@ class FitLoop:
         self.optimizer: Any = trainer.optimizers[0]
         self._metrics = trainer._metrics
         self._runtime = trainer.runtime
-        self._hooks: dict[str, Callable[..., Any] | None] = {
-            name: getattr(module, name) if overridden(module, name) else None for name in _HOOKS
-        }
+        self._hooks = trainer._hooks
         self._transfer = transfer_of(module, self._runtime.device)
         self._wrapped = wrapped
         self._forward: Callable[..., Any] = module.training_step if wrapped is None else wrapped

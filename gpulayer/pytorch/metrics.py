@@ -34,12 +34,17 @@ _HOOKS: Mapping[str, tuple[bool, bool] | None] = {
         _STEP,
     ),
     **dict.fromkeys(
-        ("validation_step", "on_validation_batch_start", "on_validation_batch_end"), _EVAL
+        (
+            "validation_step", "on_validation_batch_start", "on_validation_batch_end",
+            "test_step", "on_test_batch_start", "on_test_batch_end",
+        ),
+        _EVAL,
     ),
     **dict.fromkeys(
         (
             "on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_validation_start",
-            "on_validation_epoch_start", "on_validation_epoch_end",
+            "on_validation_epoch_start", "on_validation_epoch_end", "on_test_start",
+            "on_test_epoch_start", "on_test_epoch_end",
         ),
         _EPOCH_ONLY,
     ),

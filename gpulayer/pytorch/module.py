@@ -38,6 +38,17 @@ class Module(nn.Module):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Look at `(batch, batch_idx[, dataloader_idx])`; log what is to be known."""
 
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Look at `(batch, batch_idx[, dataloader_idx])` in `Trainer.test`."""
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what `Trainer.predict` is to give for `(batch, batch_idx[, dataloader_idx])`."""
+        return self(args[0])
+
+    def configure_callbacks(self) -> Any:
+        """Return a callback or a list of them; they replace the Trainer's of the same class."""
+        return []
+
     def configure_optimizers(self) -> Any:
         """Return an optimizer, ([optimizer], [scheduler]), a dict of both, or None."""
         raise NotImplementedError(f"{type(self).__name__} defines no configure_optimizers")
@@ -46,6 +57,12 @@ class Module(nn.Module):
         raise NotImplementedError
 
     def val_dataloader(self) -> Loaders:
+        raise NotImplementedError
+
+    def test_dataloader(self) -> Loaders:
+        raise NotImplementedError
+
+    def predict_dataloader(self) -> Loaders:
         raise NotImplementedError
 
     # -- logging -----------------------------------------------------------------------------
@@ -212,6 +229,15 @@ class Module(nn.Module):
     def on_validation_model_train(self) -> None:
         """Override to replace the exact restoring of train and eval flags after validation."""
 
+    def on_test_model_eval(self) -> None:
+        self.eval()
+
+    def on_test_model_train(self) -> None:
+        """Override to replace the exact restoring of train and eval flags after a test."""
+
+    def on_predict_model_eval(self) -> None:
+        self.eval()
+
     # -- hooks that do nothing ---------------------------------------------------------------
 
     def prepare_data(self) -> None:
@@ -263,6 +289,42 @@ class Module(nn.Module):
     def on_validation_batch_end(
         self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None: ...
+
+    def on_test_start(self) -> None: ...
+
+    def on_test_end(self) -> None: ...
+
+    def on_test_epoch_start(self) -> None: ...
+
+    def on_test_epoch_end(self) -> None: ...
+
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+
+    def on_test_batch_end(
+        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None: ...
+
+    def on_predict_start(self) -> None: ...
+
+    def on_predict_end(self) -> None: ...
+
+    def on_predict_epoch_start(self) -> None: ...
+
+    def on_predict_epoch_end(self) -> None: ...
+
+    def on_predict_batch_start(
+        self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None: ...
+
+    def on_predict_batch_end(
+        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None: ...
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add to what is saved: tensors and plain data."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Read, before the weights are loaded, what `on_save_checkpoint` added."""
 
 
 def overridden(module: nn.Module, name: str) -> bool:

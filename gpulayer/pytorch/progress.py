@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TextIO
 
 from torch import Tensor
@@ -57,6 +57,13 @@ class Progress:
         rate = f"{done / elapsed:.1f} it/s" if elapsed > 0 else ""
         parts = [f"epoch {epoch}", f"{done} steps", f"{elapsed:.1f} s", rate, *_values(metrics)]
         self._print("  ".join(part for part in parts if part), stays=True)
+
+    def evaluated(self, stage: str, outputs: Sequence[Mapping[str, float]]) -> None:
+        """Print what `validate` or `test` came to, a line per loader."""
+        for index, values in enumerate(outputs):
+            which = [stage, f"loader {index}"] if len(outputs) > 1 else [stage]
+            shown = [f"{name} {value:.4g}" for name, value in values.items()]
+            self._print("  ".join(which + shown), stays=True)
 
     def _print(self, line: str, *, stays: bool) -> None:
         if self._live:

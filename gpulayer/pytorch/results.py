@@ -3,13 +3,15 @@
 Each call of a script has an index. When a call runs elsewhere, the ranks execute the script again:
 calls before it return their recorded result, and its own result comes home and is loaded into the
 caller's objects. A result is `weights.safetensors` and `result.json`; floats are written in hex, so
-nothing changes on the way. Knows nothing of loops, jobs or networks.
+nothing changes on the way; `returned.pt` (what the call returned, states of callbacks) is read with
+`weights_only`. Knows nothing of loops, jobs or networks.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,8 +29,9 @@ FOLDER = ".gpulayer-result"  # under a rank's output directory
 REPLAY = ".gpulayer-replay"  # in the bundle: results of earlier calls
 REPLAY_VARIABLE = "GPULAYER_REPLAY"
 WEIGHTS = "weights.safetensors"
+RETURNED = "returned.pt"
 DOCUMENT = "result.json"
-_FORMAT = 1
+_FORMAT = 2
 # Results of calls in this process are kept in case a later call runs elsewhere; above this they
 # would cost too much memory for what is rarely used.
 KEPT_BYTES = 256 * 2**20
@@ -45,6 +48,8 @@ class Result:
 
     tensors: dict[str, Tensor]
     document: dict[str, Any] = field(default_factory=dict)
+    returned: Any = None  # what the call returned: tensors and plain data
+    callbacks: dict[str, Any] = field(default_factory=dict)  # their states
 
 
 def next_index() -> int:
@@ -71,7 +76,27 @@ def check_recordable(module: nn.Module) -> None:
                 ) from None
 
 
-def capture(trainer: Trainer, module: nn.Module, *, copy: bool = False) -> Result:
+def check_plain(value: Any, what: str) -> None:
+    """Raise where a value could not be read back without running code: `weights_only`."""
+    if isinstance(value, Mapping) and type(value) in (dict, OrderedDict):
+        for key, item in value.items():
+            check_plain(key, what)
+            check_plain(item, what)
+    elif type(value) in (list, tuple):
+        for item in value:
+            check_plain(item, what)
+    elif not isinstance(value, Tensor) and type(value) not in (
+        str, bytes, int, float, bool, complex, type(None),
+    ):  # fmt: skip
+        raise ArgumentError(
+            f"{what} a {type(value).__name__}, which cannot be brought back from a job",
+            hint="tensors, numbers, strings, and lists, tuples and dicts of them can",
+        )
+
+
+def capture(
+    trainer: Trainer, module: nn.Module, returned: Any = None, *, copy: bool = False
+) -> Result:
     """Return the state of a finished call; tied weights are taken once."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
@@ -106,7 +131,7 @@ def capture(trainer: Trainer, module: nn.Module, *, copy: bool = False) -> Resul
         "logged_metrics": _hex(trainer.logged_metrics),
         "progress_bar_metrics": _hex(trainer.progress_bar_metrics),
     }
-    return Result(tensors, document)
+    return Result(tensors, document, returned, trainer._callback_states())
 
 
 def _shares(value: Tensor, others: Mapping[str, Tensor]) -> bool:
@@ -120,6 +145,7 @@ def write(result: Result, folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     save_file(result.tensors, folder / WEIGHTS)
+    _save((result.returned, result.callbacks), folder / RETURNED)
     temporary = folder / f"{DOCUMENT}.tmp"
     temporary.write_text(json.dumps(result.document))
     temporary.replace(folder / DOCUMENT)
@@ -142,7 +168,31 @@ def read(folder: Path) -> Result:
     document = json.loads(path.read_text())
     if document.get("format") != _FORMAT:
         raise ArgumentError(f"{path} has format {document.get('format')!r}, not {_FORMAT}")
-    return Result(load_file(folder / WEIGHTS), document)
+    returned, callbacks = _load(folder / RETURNED)
+    return Result(load_file(folder / WEIGHTS), document, returned, callbacks)
+
+
+def write_share(returned: Any, folder: Path) -> None:
+    """Write what another rank than 0 returned, or what all did together."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / RETURNED
+    callbacks = _load(path)[1] if path.exists() else {}
+    _save((returned, callbacks), path)
+
+
+def read_share(folder: Path) -> Any:
+    """Read what `write_share` wrote."""
+    return _load(folder / RETURNED)[0]
+
+
+def _save(value: Any, path: Path) -> None:
+    temporary = path.with_suffix(".tmp")
+    torch.save(value, temporary)
+    temporary.replace(path)
+
+
+def _load(path: Path) -> Any:
+    return torch.load(path, weights_only=True, map_location="cpu")
 
 
 def restore(result: Result, trainer: Trainer, module: nn.Module) -> None:
@@ -159,6 +209,7 @@ def restore(result: Result, trainer: Trainer, module: nn.Module) -> None:
         _unhex(document["callback_metrics"]),
         _unhex(document["logged_metrics"]),
         _unhex(document["progress_bar_metrics"]),
+        result.callbacks,
     )
 
 
@@ -190,7 +241,7 @@ def _unhex(written: Mapping[str, list[str]]) -> dict[str, Tensor]:
 # -- the calls of this script -------------------------------------------------------------------
 
 
-def remember(index: int, trainer: Trainer, module: nn.Module) -> None:
+def remember(index: int, trainer: Trainer, module: nn.Module, returned: Any) -> None:
     """Keep the result of a call that ran in this process."""
     state = [value for value in module.state_dict().values() if isinstance(value, Tensor)]
     size = sum(value.nbytes for value in state)
@@ -199,10 +250,11 @@ def remember(index: int, trainer: Trainer, module: nn.Module) -> None:
         return
     try:
         check_recordable(module)
+        check_plain(returned, "it returned")
     except ArgumentError as error:
         _made[index] = error.message
     else:
-        _made[index] = capture(trainer, module, copy=True)
+        _made[index] = capture(trainer, module, returned, copy=True)
 
 
 def remember_files(index: int, folder: Path) -> None:
@@ -228,6 +280,6 @@ def replay_files(before: int, scratch: Path) -> dict[str, Path]:
         folder = made if isinstance(made, Path) else scratch / str(index)
         if isinstance(made, Result):
             write(made, folder)
-        for name in (WEIGHTS, DOCUMENT):
+        for name in (WEIGHTS, RETURNED, DOCUMENT):
             files[f"{REPLAY}/{index}/{name}"] = folder / name
     return files

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import itertools
 import json
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later it keeps the group alive, see close
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -32,6 +32,9 @@ from gpulayer.pytorch.precision import Precision, canonical
 JOB_TIMEOUT_S = 24 * 3600.0
 _KINDS = ("auto", "cpu", "gpu", "cuda", "rocm", "mps")
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+# Process groups that were closed, kept to the end: a DDP model that holds the last reference to one
+# joins its threads with the GIL held, and waits forever for one that wants the GIL (torch 2.13).
+_closed: list[Any] = []
 _LOCAL = RankEnv(
     job=None,
     call=None,
@@ -146,6 +149,13 @@ class Runtime:
             find_unused_parameters=self._find_unused,
         )
 
+    def equalise(self, module: nn.Module) -> None:
+        """Give all ranks rank 0's parameters and buffers, without wrapping the module."""
+        if self.world_size > 1:
+            with torch.no_grad():
+                for tensor in itertools.chain(module.parameters(), module.buffers()):
+                    dist.broadcast(tensor, 0)
+
     def loader(
         self, loader: DataLoader[Any], *, shuffle: bool | None = None, pad: bool = True
     ) -> DataLoader[Any]:
@@ -248,17 +258,13 @@ class Runtime:
     # -- the end -----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the process group if this runtime opened it. May be called twice.
-
-        Once nothing refers to the group this joins its threads, which a Gloo group needs, see
-        `ending`. DDP imports a module whose functions have the default group as an argument's
-        default: imported while there is a group, it would keep it.
-        """
+        """Close the process group if this runtime opened it. May be called twice."""
         if not self._owns_group:
             return
         self._owns_group = False
         atexit.unregister(self.close)
         if dist.is_initialized():
+            _closed.append(dist.group.WORLD)
             dist.destroy_process_group()
 
     def __enter__(self) -> Runtime:

@@ -1,48 +1,36 @@
-"""`Trainer`: the arguments, where a call runs, and what a fit consists of around its loop.
+"""`Trainer`: the arguments, the four calls, and what users and loops read and write.
 
-Names and semantics are Lightning's; `target` is ours. The loop itself is in `loop`,
-the decision where to run in `launching`, the results of calls elsewhere in `results`.
+Names and semantics are Lightning's; `target` is ours. What a call does is in `stages`, where it
+runs in `calls`.
 """
 
 from __future__ import annotations
 
 import math
-import tempfile
-import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gpulayer import env as environment
-from gpulayer.pytorch import (
-    arguments,
-    data,
-    ending,
-    launching,
-    optimizers,
-    precision,
-    results,
-    seeding,
-)
+from gpulayer.pytorch import arguments, calls, data, launching, precision, stages
 from gpulayer.pytorch.arguments import ArgumentError
+from gpulayer.pytorch.callback import Callback
 from gpulayer.pytorch.csvlog import MetricsFile
-from gpulayer.pytorch.evaluation import Evaluation
-from gpulayer.pytorch.launching import Target, Where
-from gpulayer.pytorch.loop import FitLoop, StepForward, fit_batches
+from gpulayer.pytorch.evaluation import Outputs
+from gpulayer.pytorch.hooks import Hooks, ordered
+from gpulayer.pytorch.launching import Target
 from gpulayer.pytorch.metrics import Metrics
-from gpulayer.pytorch.module import Module, overridden
+from gpulayer.pytorch.module import Module
 from gpulayer.pytorch.optimizers import SchedulerConfig
 from gpulayer.pytorch.progress import Progress
 from gpulayer.pytorch.runtime import Runtime
 
 _LOGS = "gpulayer_logs"
 _STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true")
-_DEFAULT_EPOCHS = 1000  # Lightning's, when neither epochs nor steps are limited
 
 
 class Trainer:
@@ -59,8 +47,10 @@ class Trainer:
         env, secrets: environment variables for ranks elsewhere; a list takes this process's values.
         stop_grace_s: what ranks elsewhere get to end after Ctrl-C.
         max_epochs, min_epochs, max_steps, min_steps: limits; steps are optimizer steps, -1 is none.
-        limit_train_batches, limit_val_batches: an int counts batches per loader and rank, a float
-            is a fraction: 1 is one batch, 1.0 is everything.
+        callbacks: one `Callback` or a list of them.
+        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: an int
+            counts batches per loader and rank, a float is a fraction: 1 is one batch, 1.0 is
+            everything.
         val_check_interval: validate every so many batches (int), or this fraction of an epoch.
         check_val_every_n_epoch: only in such epochs; None counts batches across epochs.
         fast_dev_run: a trial run of this many batches (True: one): one epoch, validation included,
@@ -73,6 +63,8 @@ class Trainer:
         enable_progress_bar: print progress.
         default_root_dir: where `gpulayer_logs/version_N` goes; default: the rank's output
             directory in a job, else the working directory.
+        inference_mode: run validate, test and predict under `torch.inference_mode`, where the
+            process group allows it; otherwise, and always inside fit, under `torch.no_grad`.
         use_distributed_sampler: share loaders out over ranks.
     """
 
@@ -88,12 +80,15 @@ class Trainer:
         env: Mapping[str, str] | Iterable[str] | None = None,
         secrets: Mapping[str, str] | Iterable[str] | None = None,
         stop_grace_s: float = 30.0,
+        callbacks: Callback | Iterable[Callback] | None = None,
         max_epochs: int | None = None,
         min_epochs: int | None = None,
         max_steps: int = -1,
         min_steps: int | None = None,
         limit_train_batches: float | None = None,
         limit_val_batches: float | None = None,
+        limit_test_batches: float | None = None,
+        limit_predict_batches: float | None = None,
         val_check_interval: float | None = None,
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int = 2,
@@ -105,6 +100,7 @@ class Trainer:
         logger: bool = True,
         enable_progress_bar: bool = True,
         default_root_dir: str | Path | None = None,
+        inference_mode: bool = True,
         use_distributed_sampler: bool = True,
         **unknown: Any,
     ) -> None:
@@ -130,6 +126,8 @@ class Trainer:
         self.min_steps = min_steps
         self.limit_train_batches = arguments.limit("limit_train_batches", limit_train_batches)
         self.limit_val_batches = arguments.limit("limit_val_batches", limit_val_batches)
+        self.limit_test_batches = arguments.limit("limit_test_batches", limit_test_batches)
+        self.limit_predict_batches = arguments.limit("limit_predict_batches", limit_predict_batches)
         self.val_check_interval, self.check_val_every_n_epoch = arguments.val_interval(
             val_check_interval, check_val_every_n_epoch
         )
@@ -148,6 +146,7 @@ class Trainer:
                 f'gradient_clip_algorithm is "norm" or "value", not {gradient_clip_algorithm!r}'
             )
         self.gradient_clip_algorithm = algorithm
+        self.inference_mode = inference_mode
         self.use_distributed_sampler = use_distributed_sampler
         self.fast_dev_run = fast_dev_run
         self._progress = Progress() if enable_progress_bar else None
@@ -155,6 +154,7 @@ class Trainer:
         if fast_dev_run:
             batches = arguments.at_least("fast_dev_run", int(fast_dev_run), 1)
             self.limit_train_batches = self.limit_val_batches = batches
+            self.limit_test_batches = self.limit_predict_batches = batches
             self.max_steps, self.max_epochs, self.num_sanity_val_steps = batches, 1, 0
             self.val_check_interval, self.check_val_every_n_epoch = 1.0, 1
             self._logs = False
@@ -162,6 +162,10 @@ class Trainer:
         self._file: MetricsFile | None = None
         self._log_dir: Path | None = None
 
+        self._own_callbacks = _callbacks(callbacks)
+        self.callbacks = ordered(self._own_callbacks)
+
+        self.stage: str | None = None  # "fit", "validate", "test", "predict" while such a call runs
         self.should_stop = False
         self.sanity_checking = False
         self.optimizers: list[Optimizer] = []
@@ -169,8 +173,8 @@ class Trainer:
         self._metrics = Metrics()
         self._runtime: Runtime | None = None
         self._module: Module | None = None
-        self._train_source: data.Loader | None = None
-        self._train_loader: data.Loader | None = None
+        self._hooks: Hooks = Hooks(self, Module(), ())
+        self._data: stages.TrainingData | None = None
         self._num_training_batches: float = float("inf")
         self._max_epochs = -1
         self._min_epochs: int | None = None
@@ -181,7 +185,7 @@ class Trainer:
         self._total_batches = 0
         self._batches_that_stepped = 0  # x axis of metrics.csv
 
-    # -- fit ---------------------------------------------------------------------------------
+    # -- the four calls ----------------------------------------------------------------------
 
     def fit(
         self,
@@ -197,218 +201,109 @@ class Trainer:
         Raises:
             SystemExit: the training ran elsewhere and failed; with its exit code.
         """
+        model = self._checked("fit", model)
+        stages.check_fit(model)
+        calls.run(self, model, lambda: stages.fit(self, model, train_dataloaders, val_dataloaders))
+
+    def validate(
+        self,
+        model: Module | None = None,
+        dataloaders: data.Loaders | None = None,
+        *,
+        verbose: bool = True,
+    ) -> Outputs:
+        """Run `validation_step` over loaders; returns a dict of epoch values for each of them.
+
+        Args:
+            model: default: the one of the call before.
+            dataloaders: default: the module's `val_dataloader`.
+            verbose: print the values.
+        """
+        return self._evaluate("validate", model, dataloaders, verbose)
+
+    def test(
+        self,
+        model: Module | None = None,
+        dataloaders: data.Loaders | None = None,
+        *,
+        verbose: bool = True,
+    ) -> Outputs:
+        """Run `test_step` over loaders; otherwise as `validate`."""
+        return self._evaluate("test", model, dataloaders, verbose)
+
+    def _evaluate(
+        self, stage: str, model: Module | None, loaders: data.Loaders | None, verbose: bool
+    ) -> Outputs:
+        module = self._checked(stage, model)
+        found: Outputs = calls.run(
+            self, module, lambda: stages.evaluate(self, module, stage, loaders, verbose)
+        )
+        return found
+
+    def predict(
+        self,
+        model: Module | None = None,
+        dataloaders: data.Loaders | None = None,
+        *,
+        return_predictions: bool = True,
+    ) -> list[Any] | None:
+        """Return what `predict_step` returned for each batch, on the CPU.
+
+        A list, or for several loaders a list of lists. In a call that runs elsewhere these are the
+        batches of all ranks in the order of one process; in a script under `launch` or torchrun
+        each rank gets its own share, of the samples r, r + world_size, ...
+
+        Args:
+            model: default: the one of the call before.
+            dataloaders: default: the module's `predict_dataloader`.
+            return_predictions: False returns None and keeps nothing.
+        """
+        module = self._checked("predict", model)
+        found: list[list[Any]] | None = calls.run(
+            self,
+            module,
+            lambda: stages.predict(
+                self,
+                module,
+                dataloaders,
+                keep=return_predictions,
+                whole_batches=calls.in_job_of_a_call(),
+            ),
+            shares=True,
+        )
+        return found[0] if found is not None and len(found) == 1 else found
+
+    def _checked(self, call: str, model: Module | None) -> Module:
+        model = self._module if model is None else model
+        if model is None:
+            raise TypeError(f"{call} needs a model: none was given and none was used before")
         if not isinstance(model, Module):
-            raise TypeError(f"fit takes a gpulayer.pytorch.Module, got {type(model).__name__}")
-        for name in ("training_step", "configure_optimizers"):
-            if not overridden(model, name):
-                raise ArgumentError(f"{type(model).__name__} defines no {name}")
-        if not model.automatic_optimization:
-            raise ArgumentError("manual optimization (automatic_optimization=False) is not offered")
-        index = results.next_index()
-        place = environment.rank_env()
-        if place is None:
-            choice = launching.choose(self.num_nodes, self.devices, self.accelerator, self.target)
-            if choice.where is not Where.HERE:
-                self._run_elsewhere(index, choice, model)
-                return
-            if choice.kind is not None:
-                precision.check(self.precision, choice.kind)
-            self._fit_here(model, train_dataloaders, val_dataloaders)
-            results.remember(index, self, model)
-            return
-        if place.call is None:  # a job of launch() or torchrun: the script runs to its end
-            self._fit_here(model, train_dataloaders, val_dataloaders)
-            return
-        if index < place.call:
-            self._replay(index, model)
-            return
-        if index > place.call:  # the script caught the SystemExit below
-            raise SystemExit(0)
-        try:
-            results.check_recordable(model)
-            self._fit_here(model, train_dataloaders, val_dataloaders)
-            if place.rank == 0 and place.output_dir is not None:
-                folder = place.output_dir / results.FOLDER / str(index)
-                results.write(results.capture(self, model), folder)
-        finally:
-            if self._runtime is not None:
-                self._runtime.close()
-        ending.end_rank()
+            raise TypeError(f"{call} takes a gpulayer.pytorch.Module, got {type(model).__name__}")
+        return model
 
-    def _fit_here(self, model: Module, train: data.Loader | None, val: data.Loaders | None) -> None:
-        self.should_stop = False
+    # -- what a call begins with -------------------------------------------------------------
+
+    def _attach(self, model: Module) -> None:
         self._module = model
         model._trainer = self
-        self._limits()
-        runtime = self._runtime = Runtime(
-            self.accelerator,
-            self.precision,
-            find_unused_parameters=self.strategy == "ddp_find_unused_parameters_true",
-        )
-        self._train_source, self._train_loader = train, None
-        self._metrics.start(runtime)
-        if runtime.is_global_zero and self._logs and self._file is None:
+        self.callbacks = ordered(_with_those_of(model, self._own_callbacks))
+
+    def _begin(self, model: Module, stage: str) -> None:
+        self._attach(model)
+        self.stage = stage
+
+    def _open_log(self) -> None:
+        if self.is_global_zero and self._logs and self._file is None:
             self._file = MetricsFile(self.default_root_dir / _LOGS)
-        try:
-            if overridden(model, "prepare_data"):
-                if runtime.local_rank == 0:
-                    model.prepare_data()
-                runtime.barrier()
-            model.setup("fit")
-            model.configure_model()
-            self._metrics.forget()
-            evaluation, wrapped = self._prepare(model, val)
-            model.on_fit_start()
-            model.zero_grad()
-            if evaluation is not None:
-                self._sanity_check(evaluation)
-            if self.limit_train_batches != 0:
-                loader = self._load_training_data()
-                runtime.agree("the number of training batches", _plain(self._num_training_batches))
-                self._warn_at_start(model)
-                FitLoop(self, model, loader, self._num_training_batches, evaluation, wrapped).run()
-        finally:
-            if self._file is not None:
-                self._file.flush()
-        model.cpu()
-        self._metrics.hook = ""
-        model.on_fit_end()
-        model.teardown("fit")
 
-    def _prepare(
-        self, model: Module, val: data.Loaders | None
-    ) -> tuple[Evaluation | None, DistributedDataParallel | None]:
-        """Bring the module to its device, wrap it, and build optimizers and validation."""
-        runtime = self.runtime
-        wrapped = None
-        if runtime.world_size > 1:
-            prepared = runtime.prepare(StepForward(model))  # also makes all ranks' weights equal
-            assert isinstance(prepared, DistributedDataParallel)
-            wrapped = prepared
-            seeding.diverge(runtime.rank)
-        else:
-            runtime.prepare(model)
-        optimizer, self.lr_scheduler_configs = optimizers.parse(
-            model.configure_optimizers(), custom_stepping=overridden(model, "lr_scheduler_step")
-        )
-        self.optimizers = [optimizer]
-        given = val is not None or overridden(model, "val_dataloader")
-        stepped = overridden(model, "validation_step")
-        if stepped != given:
-            absent = "no validation loader" if stepped else "no validation_step"
-            warnings.warn(f"there is {absent}: validation is skipped", stacklevel=4)
-        if not given or not stepped or self.limit_val_batches == 0:
-            return None, wrapped
-        source = model.val_dataloader if val is None else lambda: val
-        return Evaluation(self, model, source), wrapped
+    def _flush(self) -> None:
+        if self._file is not None:
+            self._file.flush()
 
-    def _load_training_data(self) -> data.Loader:
-        if self._train_loader is None:
-            source, module = self._train_source, self._module
-            assert module is not None
-            if source is None:
-                if not overridden(module, "train_dataloader"):
-                    raise ArgumentError(
-                        "there is no training loader",
-                        hint="pass train_dataloaders to fit, or define train_dataloader",
-                    )
-                source = module.train_dataloader()
-            runtime = self.runtime
-            self._train_loader = data.for_training(
-                source,
-                runtime.rank,
-                runtime.world_size,
-                seed=seeding.sampler_seed(),
-                inject=self.use_distributed_sampler,
-                init=seeding.worker_init(runtime.rank),
-            )
-            self._num_training_batches = fit_batches(self._train_loader, self.limit_train_batches)
-        return self._train_loader
+    # -- what a call that ran elsewhere leaves -----------------------------------------------
 
-    def _limits(self) -> None:
-        self._min_epochs = self.min_epochs
-        if self.min_epochs is None and self.min_steps is not None:
-            self._min_epochs = 1
-        self._max_epochs = -1 if self.max_epochs is None else self.max_epochs
-        if self.max_epochs is None and self.max_steps == -1:
-            warnings.warn(
-                f"neither max_epochs nor max_steps is given: training ends after "
-                f"{_DEFAULT_EPOCHS} epochs; max_epochs=-1 never ends",
-                stacklevel=4,
-            )
-            self._max_epochs = _DEFAULT_EPOCHS
-
-    def _sanity_check(self, evaluation: Evaluation) -> None:
-        """Run a little validation first; leaves no trace in metrics, counters or randomness."""
-        if self.num_sanity_val_steps <= 0:
-            return
-        with seeding.isolated():
-            self.sanity_checking = True
-            try:
-                evaluation.run(self.num_sanity_val_steps)
-            finally:
-                self.sanity_checking = False
-        self._metrics.forget()
-
-    def _warn_at_start(self, model: Module) -> None:
-        if not self.is_global_zero:
-            return
-        evaluating = sum(not part.training for part in model.modules())
-        if evaluating:
-            warnings.warn(
-                f"{evaluating} submodules are in eval mode and stay so while training", stacklevel=4
-            )
-        if self._logs and self._num_training_batches < self.log_every_n_steps:
-            warnings.warn(
-                f"an epoch has {self._num_training_batches:.0f} batches, fewer than "
-                f"log_every_n_steps={self.log_every_n_steps}: step values will be rare in "
-                "metrics.csv",
-                stacklevel=4,
-            )
-
-    # -- elsewhere ---------------------------------------------------------------------------
-
-    def _run_elsewhere(self, index: int, choice: launching.Choice, model: Module) -> None:
-        from gpulayer_mesh.core.jobspec import JobKind
-
-        if self.accelerator == "cpu":
-            precision.check(self.precision, "cpu")
-        with tempfile.TemporaryDirectory() as scratch:
-            files = results.replay_files(index, Path(scratch))
-            outcome = launching.run(
-                choice,
-                kind=JobKind.DISTRIBUTED,
-                nodes=self.num_nodes,
-                devices=self.devices,
-                accelerator=launching.accelerator_of(self.accelerator),
-                target=self.target,
-                env=self._env,
-                secrets=self._secrets,
-                stop_grace_s=self._stop_grace_s,
-                call=index,
-                extra_files=files,
-            )
-        if outcome.code != 0:
-            raise SystemExit(outcome.code)  # the job's last words are on the screen
-        if outcome.output_dir is None:
-            raise RuntimeError(f"job {outcome.job} brought no files back")
-        found = outcome.output_dir / results.FOLDER / str(index)
-        self._adopt(results.read(found), model)
-        if self._log_dir is not None:  # ranks here wrote into this folder if they were told to
-            came = outcome.output_dir / self._log_dir
-            self._log_dir = came if came.is_dir() else environment.START_DIR / self._log_dir
-        results.remember_files(index, found)
-
-    def _replay(self, index: int, model: Module) -> None:
-        """Return the recorded result of an earlier call of the script."""
-        folder = environment.copied_env().get(results.REPLAY_VARIABLE, results.REPLAY)
-        self._adopt(results.read(environment.START_DIR / folder / str(index)), model)
-
-    def _adopt(self, result: results.Result, model: Module) -> None:
-        self._module = model
-        model._trainer = self
-        model.configure_model()  # it may make the layers that the weights belong to
-        results.restore(result, self, model)
+    def _callback_states(self) -> dict[str, Any]:
+        return {one.state_key: state for one in self.callbacks if (state := one.state_dict())}
 
     def _counters(self) -> dict[str, Any]:
         # Relative to where it comes home to: a root the user gave lies in the working folder.
@@ -422,7 +317,8 @@ class Trainer:
             "total_batches": self._total_batches,
             "batches_that_stepped": self._batches_that_stepped,
             "should_stop": self.should_stop,
-            "num_training_batches": _plain(self._num_training_batches),
+            "num_training_batches": arguments.plain(self._num_training_batches),
+            "world_size": self.world_size,
             "log_dir": str(log_dir.relative_to(output)) if log_dir and inside else None,
         }
 
@@ -432,6 +328,7 @@ class Trainer:
         callback: dict[str, Tensor],
         logged: dict[str, Tensor],
         progress: dict[str, Tensor],
+        states: Mapping[str, Any],
     ) -> None:
         self._global_step = counters["global_step"]
         self._epochs_processed = counters["epochs_processed"]
@@ -446,6 +343,15 @@ class Trainer:
         self._metrics.callback.update(callback)
         self._metrics.logged.update(logged)
         self._metrics.progress.update(progress)
+        for one in self.callbacks:
+            if one.state_key in states:
+                one.load_state_dict(states[one.state_key])
+
+    def _came_home(self, folder: Path) -> None:
+        """Find in `folder` what ranks wrote; here they wrote into a directory they were given."""
+        if self._log_dir is not None:
+            came = folder / self._log_dir
+            self._log_dir = came if came.is_dir() else environment.START_DIR / self._log_dir
 
     # -- what the loops tell -----------------------------------------------------------------
 
@@ -467,8 +373,11 @@ class Trainer:
         self._file.write(row, step)
 
     def _after_validation(self) -> None:
-        if self._file is not None:
-            self._file.flush()
+        self._flush()
+
+    def _show(self, stage: str, found: Outputs) -> None:
+        if self._progress is not None and self.is_global_zero:
+            self._progress.evaluated(stage, found)
 
     def _progress_epoch_start(self) -> None:
         if self._progress is not None:
@@ -482,8 +391,7 @@ class Trainer:
             progress.step(self.current_epoch, done, total, loss, self._metrics.progress)
 
     def _epoch_end(self, done: int) -> None:
-        if self._file is not None:
-            self._file.flush()
+        self._flush()
         if self._progress is not None and self.is_global_zero:
             self._progress.epoch_end(self.current_epoch - 1, done, self.callback_metrics)
 
@@ -532,7 +440,9 @@ class Trainer:
     @property
     def estimated_stepping_batches(self) -> float:
         """Optimizer steps that this fit will make; inf where nothing limits it."""
-        self._load_training_data()
+        if self._data is None:
+            raise RuntimeError("estimated_stepping_batches is known from the start of a fit on")
+        self._data.load()
         batches, epochs = self._num_training_batches, self._max_epochs
         if batches == float("inf") or epochs == -1:
             return float("inf") if self.max_steps == -1 else self.max_steps
@@ -581,5 +491,25 @@ def _precision(name: str | int | None, accelerator: str) -> str:
     return full
 
 
-def _plain(count: float) -> int | None:
-    return None if count == float("inf") else int(count)
+def _callbacks(given: Callback | Iterable[Callback] | None) -> list[Callback]:
+    if given is None:
+        return []
+    found = [given] if isinstance(given, Callback) else list(given)
+    for one in found:
+        if not isinstance(one, Callback):
+            raise TypeError(f"{type(one).__name__} is no gpulayer.pytorch.Callback")
+    keys = [one.state_key for one in found if one.state_dict()]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        raise ArgumentError(
+            f"two callbacks with one state_key: {twice[0]}",
+            hint="override state_key, so that a checkpoint can tell them apart",
+        )
+    return found
+
+
+def _with_those_of(model: Module, own: list[Callback]) -> list[Callback]:
+    """Add the module's callbacks; one of the same class as the Trainer's takes its place."""
+    found = _callbacks(model.configure_callbacks())
+    classes = {type(one) for one in found}
+    return [one for one in own if type(one) not in classes] + found

@@ -310,31 +310,6 @@ def test_runtime_for_a_loop_of_ones_own(tmp_path: Path) -> None:
     assert first["texts"] == ["", "é"]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
-def test_closing_ends_the_threads_of_the_process_group(tmp_path: Path) -> None:
-    # One left over that lets go of a tensor while Python ends aborts the process.
-    ranks = Ranks(
-        tmp_path / "two",
-        """
-        def threads():
-            return len(os.listdir("/proc/self/task"))
-
-        before = threads()
-        with Runtime(accelerator="cpu") as runtime:
-            model = runtime.prepare(torch.nn.Linear(1, 1))
-            model(torch.ones(1, 1)).sum().backward()
-            runtime.gather_text("done")
-            during = threads()
-            del model
-        tell(before=before, during=during, after=threads())
-        """,
-        2,
-    ).check()
-    for one in map(ranks.told, range(2)):
-        assert one["during"] > one["before"]
-        assert one["after"] == one["before"]
-
-
 def test_devices_on_this_machine_need_no_mesh(tmp_path: Path) -> None:
     body = """
     class Model(Net):

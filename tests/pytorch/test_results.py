@@ -173,12 +173,12 @@ def test_only_the_call_in_question_runs_and_the_rest_of_the_script_runs_once(
     ]
     assert (there.global_step, there.current_epoch) == (6, 2)
     assert [sorted(r["extra_files"]) for r in machine.requests] == [
-        [".gpulayer-replay/0/result.json", ".gpulayer-replay/0/weights.safetensors"],
         [
             f".gpulayer-replay/{i}/{name}"
-            for i in (0, 1)
-            for name in ("result.json", "weights.safetensors")
-        ],
+            for i in before
+            for name in ("result.json", "returned.pt", "weights.safetensors")
+        ]
+        for before in ((0,), (0, 1))
     ]
     assert [r["call"] for r in machine.requests] == [1, 2]
     assert there.log_dir == tmp_path / "job2" / "gpulayer_logs" / "version_0"

@@ -1,0 +1,133 @@
+"""Where one Trainer call runs: in this process, on this machine's devices, or on other machines.
+
+Every call of a script has an index. A job executes the script again and is told which call it is
+for: earlier calls return their recorded result, that call runs, and the ranks end there. So code
+around calls runs once, where the script was started, with the results in its own objects. Does not
+know what a call does (`stages`) nor how a job runs (`launching`).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpulayer import env as environment
+from gpulayer.pytorch import ending, launching, precision, prediction, results
+from gpulayer.pytorch.launching import Where
+from gpulayer.pytorch.module import Module
+
+if TYPE_CHECKING:
+    from gpulayer.launcher import JobOutcome
+    from gpulayer.pytorch.trainer import Trainer
+
+
+def run(trainer: Trainer, model: Module, here: Callable[[], Any], *, shares: bool = False) -> Any:
+    """Run one call where it belongs and return what it returns.
+
+    Args:
+        here: does the call's work in this process.
+        shares: each rank returns its share of a result, see `prediction.interleaved`.
+
+    Raises:
+        SystemExit: it ran elsewhere and failed; with its exit code.
+    """
+    index = results.next_index()
+    place = environment.rank_env()
+    if place is None:
+        choice = launching.choose(
+            trainer.num_nodes, trainer.devices, trainer.accelerator, trainer.target
+        )
+        if choice.where is not Where.HERE:
+            return _elsewhere(trainer, index, choice, model, shares)
+        if choice.kind is not None:
+            precision.check(trainer.precision, choice.kind)
+        returned = here()
+        results.remember(index, trainer, model, returned)
+        return returned
+    if place.call is None:  # a job of launch() or torchrun: the script runs to its end
+        return here()
+    if index < place.call:
+        replay = environment.copied_env().get(results.REPLAY_VARIABLE, results.REPLAY)
+        return _adopt(trainer, model, environment.START_DIR / replay / str(index))
+    if index > place.call:  # the script caught the SystemExit below
+        raise SystemExit(0)
+    try:
+        results.check_recordable(model)
+        returned = here()
+        if place.output_dir is not None:
+            folder = place.output_dir / results.FOLDER / str(index)
+            if place.rank == 0:
+                results.write(results.capture(trainer, model, returned), folder)
+            elif shares:
+                results.write_share(returned, folder)
+    finally:
+        if trainer._runtime is not None:
+            trainer._runtime.close()
+    ending.end_rank()
+
+
+def in_job_of_a_call() -> bool:
+    """Return whether this process is a rank that exists for one Trainer call."""
+    place = environment.rank_env()
+    return place is not None and place.call is not None
+
+
+def _elsewhere(
+    trainer: Trainer,
+    index: int,
+    choice: launching.Choice,
+    model: Module,
+    shares: bool,
+) -> Any:
+    if trainer.accelerator == "cpu":
+        precision.check(trainer.precision, "cpu")
+    with tempfile.TemporaryDirectory() as scratch:
+        outcome = _job(trainer, index, choice, results.replay_files(index, Path(scratch)))
+    assert outcome.output_dir is not None
+    inside = Path(results.FOLDER) / str(index)
+    found = outcome.output_dir / inside
+    returned = _adopt(trainer, model, found)
+    trainer._came_home(outcome.output_dir)
+    if shares:
+        ranks = range(1, results.read(found).document["counters"]["world_size"])
+        others = (outcome.output_dir / f"rank{rank}" / inside for rank in ranks)
+        returned = prediction.interleaved([returned, *map(results.read_share, others)])
+        results.write_share(returned, found)  # for calls after this one
+    results.remember_files(index, found)
+    return returned
+
+
+def _job(
+    trainer: Trainer, index: int, choice: launching.Choice, files: dict[str, Path]
+) -> JobOutcome:
+    from gpulayer_mesh.core.jobspec import JobKind
+
+    outcome = launching.run(
+        choice,
+        kind=JobKind.DISTRIBUTED,
+        nodes=trainer.num_nodes,
+        devices=trainer.devices,
+        accelerator=launching.accelerator_of(trainer.accelerator),
+        target=trainer.target,
+        env=trainer._env,
+        secrets=trainer._secrets,
+        stop_grace_s=trainer._stop_grace_s,
+        call=index,
+        extra_files=files,
+    )
+    if outcome.code != 0:
+        raise SystemExit(outcome.code)  # the job's last words are on the screen
+    if outcome.output_dir is None:
+        raise RuntimeError(f"job {outcome.job} brought no files back")
+    return outcome
+
+
+def _adopt(trainer: Trainer, model: Module, folder: Path) -> Any:
+    """Take over the recorded result of a call; returns what it returned."""
+    trainer._attach(model)
+    model.configure_model()  # it may make the layers that the weights belong to
+    result = results.read(folder)
+    results.restore(result, trainer, model)
+    return result.returned

@@ -1,0 +1,268 @@
+"""What a Trainer call consists of around its loop, in this process: set-up, hooks, tear-down.
+
+The order of calls is Lightning's. Does not know where else a call could run (`calls`), nor what a
+batch is (`loop`, `evaluation`, `prediction`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from gpulayer.pytorch import arguments, data, optimizers, seeding
+from gpulayer.pytorch.arguments import ArgumentError
+from gpulayer.pytorch.evaluation import Evaluation, Outputs
+from gpulayer.pytorch.hooks import Hooks
+from gpulayer.pytorch.loop import FitLoop, StepForward, fit_batches
+from gpulayer.pytorch.module import Module, overridden
+from gpulayer.pytorch.prediction import Prediction
+from gpulayer.pytorch.runtime import Runtime
+
+if TYPE_CHECKING:
+    from gpulayer.pytorch.trainer import Trainer
+
+_DEFAULT_EPOCHS = 1000  # Lightning's, when neither epochs nor steps are limited
+
+
+class TrainingData:
+    """The training loader of a fit, built when it is first needed."""
+
+    def __init__(self, trainer: Trainer, module: Module, given: data.Loader | None) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._given = given
+        self._loader: data.Loader | None = None
+
+    def load(self) -> data.Loader:
+        """Return this rank's loader; the trainer then knows the number of batches."""
+        if self._loader is not None:
+            return self._loader
+        source, trainer = self._given, self._trainer
+        if source is None:
+            if not overridden(self._module, "train_dataloader"):
+                raise ArgumentError(
+                    "there is no training loader",
+                    hint="pass train_dataloaders to fit, or define train_dataloader",
+                )
+            source = self._module.train_dataloader()
+        runtime = trainer.runtime
+        self._loader = data.for_training(
+            source,
+            runtime.rank,
+            runtime.world_size,
+            seed=seeding.sampler_seed(),
+            inject=trainer.use_distributed_sampler,
+            init=seeding.worker_init(runtime.rank),
+        )
+        trainer._num_training_batches = fit_batches(self._loader, trainer.limit_train_batches)
+        return self._loader
+
+
+def check_fit(model: Module) -> None:
+    """Raise where a module lacks what fit calls."""
+    for name in ("training_step", "configure_optimizers"):
+        if not overridden(model, name):
+            raise ArgumentError(f"{type(model).__name__} defines no {name}")
+    if not model.automatic_optimization:
+        raise ArgumentError("manual optimization (automatic_optimization=False) is not offered")
+
+
+def fit(
+    trainer: Trainer, model: Module, train: data.Loader | None, val: data.Loaders | None
+) -> None:
+    """Train `model` in this process, which may be one of several ranks."""
+    trainer.should_stop = False
+    _limits(trainer)
+    with _around(trainer, model, "fit"):
+        trainer._data = TrainingData(trainer, model, train)
+        try:
+            evaluation, wrapped = _prepare(trainer, model, val)
+            _call(trainer, "on_fit_start")
+            model.zero_grad()
+            if evaluation is not None:
+                _sanity_check(trainer, evaluation)
+            if trainer.limit_train_batches != 0:
+                loader = trainer._data.load()
+                batches = trainer.num_training_batches
+                trainer.runtime.agree("the number of training batches", arguments.plain(batches))
+                _warn_at_start(trainer, model)
+                FitLoop(trainer, model, loader, batches, evaluation, wrapped).run()
+        finally:
+            trainer._flush()
+        model.cpu()
+        _call(trainer, "on_fit_end")
+
+
+def evaluate(
+    trainer: Trainer, model: Module, stage: str, loaders: data.Loaders | None, verbose: bool
+) -> Outputs:
+    """Run `validate` or `test` in this process; returns one dict of epoch values per loader."""
+    prefix = "test" if stage == "test" else "val"
+    step = "test_step" if stage == "test" else "validation_step"
+    if not overridden(model, step):
+        raise ArgumentError(f"{type(model).__name__} defines no {step}")
+    with _around(trainer, model, stage):
+        source = _source(model, f"{prefix}_dataloader", loaders)
+        _to_device(trainer, model)
+        try:
+            found = Evaluation(trainer, model, stage, source).run()
+        finally:
+            trainer._flush()
+        model.cpu()
+    if verbose:
+        trainer._show(stage, found)
+    return found
+
+
+def predict(
+    trainer: Trainer,
+    model: Module,
+    loaders: data.Loaders | None,
+    *,
+    keep: bool,
+    whole_batches: bool,
+) -> list[list[Any]] | None:
+    """Run `predict` in this process; returns this rank's share: loaders x batches."""
+    with _around(trainer, model, "predict"):
+        if trainer.limit_predict_batches == 0:
+            return None
+        source = _source(model, "predict_dataloader", loaders)
+        _to_device(trainer, model)
+        found = Prediction(trainer, model, source(), keep=keep, whole_batches=whole_batches).run()
+        model.cpu()
+    return found
+
+
+@contextmanager
+def _around(trainer: Trainer, model: Module, stage: str) -> Iterator[None]:
+    """Attach the module, set up, and tear down; an exception reaches `on_exception`."""
+    trainer._begin(model, stage)
+    hooks = trainer._hooks = Hooks(trainer, model, trainer.callbacks)
+    try:
+        trainer._runtime = runtime = Runtime(
+            trainer.accelerator,
+            trainer.precision,
+            find_unused_parameters=trainer.strategy == "ddp_find_unused_parameters_true",
+        )
+        trainer._metrics.start(runtime)
+        trainer._open_log()
+        if overridden(model, "prepare_data"):
+            if runtime.local_rank == 0:
+                model.prepare_data()
+            runtime.barrier()
+        _call(trainer, "setup", stage)
+        model.configure_model()
+        trainer._metrics.forget()
+        yield
+        _call(trainer, "teardown", stage)
+    except BaseException as error:
+        hooks.of_callbacks("on_exception", error)
+        raise
+    finally:
+        trainer.stage = None
+
+
+def _call(trainer: Trainer, name: str, *args: Any) -> None:
+    """Call a hook in which nothing may be logged."""
+    hook = trainer._hooks[name]
+    if hook is not None:
+        trainer._metrics.hook = ""
+        hook(*args)
+
+
+def _source(model: Module, name: str, given: data.Loaders | None) -> Callable[[], data.Loaders]:
+    if given is not None:
+        return lambda: given
+    if not overridden(model, name):
+        raise ArgumentError(
+            f"there are no loaders: pass dataloaders, or define {name} in the module"
+        )
+    made: Callable[[], data.Loaders] = getattr(model, name)
+    return made
+
+
+def _to_device(trainer: Trainer, model: Module) -> None:
+    """Bring the module to its device, equal on all ranks; nothing is wrapped: nothing trains."""
+    runtime = trainer.runtime
+    model.to(runtime.device)
+    runtime.equalise(model)
+
+
+# -- fit ------------------------------------------------------------------------------------------
+
+
+def _limits(trainer: Trainer) -> None:
+    trainer._min_epochs = trainer.min_epochs
+    if trainer.min_epochs is None and trainer.min_steps is not None:
+        trainer._min_epochs = 1
+    trainer._max_epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
+    if trainer.max_epochs is None and trainer.max_steps == -1:
+        warnings.warn(
+            f"neither max_epochs nor max_steps is given: training ends after "
+            f"{_DEFAULT_EPOCHS} epochs; max_epochs=-1 never ends",
+            stacklevel=5,
+        )
+        trainer._max_epochs = _DEFAULT_EPOCHS
+
+
+def _prepare(
+    trainer: Trainer, model: Module, val: data.Loaders | None
+) -> tuple[Evaluation | None, DistributedDataParallel | None]:
+    """Bring the module to its device, wrap it, and build optimizers and validation."""
+    runtime = trainer.runtime
+    wrapped = None
+    if runtime.world_size > 1:
+        prepared = runtime.prepare(StepForward(model))  # also makes all ranks' weights equal
+        assert isinstance(prepared, DistributedDataParallel)
+        wrapped = prepared
+        seeding.diverge(runtime.rank)
+    else:
+        runtime.prepare(model)
+    optimizer, trainer.lr_scheduler_configs = optimizers.parse(
+        model.configure_optimizers(), custom_stepping=overridden(model, "lr_scheduler_step")
+    )
+    trainer.optimizers = [optimizer]
+    given = val is not None or overridden(model, "val_dataloader")
+    stepped = overridden(model, "validation_step")
+    if stepped != given:
+        absent = "no validation loader" if stepped else "no validation_step"
+        warnings.warn(f"there is {absent}: validation is skipped", stacklevel=5)
+    if not given or not stepped or trainer.limit_val_batches == 0:
+        return None, wrapped
+    return Evaluation(trainer, model, "fit", _source(model, "val_dataloader", val)), wrapped
+
+
+def _sanity_check(trainer: Trainer, evaluation: Evaluation) -> None:
+    """Run a little validation first; leaves no trace in metrics, counters or randomness."""
+    if trainer.num_sanity_val_steps <= 0:
+        return
+    with seeding.isolated():
+        trainer.sanity_checking = True
+        try:
+            trainer._hooks.of_callbacks("on_sanity_check_start")
+            evaluation.run(trainer.num_sanity_val_steps)
+            trainer._hooks.of_callbacks("on_sanity_check_end")
+            trainer._metrics.forget()
+        finally:
+            trainer.sanity_checking = False
+
+
+def _warn_at_start(trainer: Trainer, model: Module) -> None:
+    if not trainer.is_global_zero:
+        return
+    evaluating = sum(not part.training for part in model.modules())
+    if evaluating:
+        warnings.warn(
+            f"{evaluating} submodules are in eval mode and stay so while training", stacklevel=5
+        )
+    if trainer._logs and trainer.num_training_batches < trainer.log_every_n_steps:
+        warnings.warn(
+            f"an epoch has {trainer.num_training_batches:.0f} batches, fewer than "
+            f"log_every_n_steps={trainer.log_every_n_steps}: step values will be rare in "
+            "metrics.csv",
+            stacklevel=5,
+        )
