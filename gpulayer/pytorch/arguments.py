@@ -5,6 +5,7 @@ Pure: values in, values out. The type of a number decides its meaning: 1 is one 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from gpulayer_mesh.errors import ConfigError
@@ -100,6 +101,7 @@ def plain(count: float) -> int | None:
 
 # What a Lightning user may pass that this Trainer does not have, and what to do instead.
 REFUSED = {
+    "nodes": "machines are num_nodes here",
     "ckpt_path": "checkpoints are not available yet",
     "datamodule": "pass loaders to fit, or define train_dataloader in the module",
     "enable_checkpointing": "checkpoints are not available yet; fit brings the weights back",
@@ -114,8 +116,8 @@ REFUSED = {
 }
 
 
-def refuse(unknown: dict[str, Any]) -> None:
+def refuse(call: str, unknown: Mapping[str, Any], table: Mapping[str, str] = REFUSED) -> None:
     """Raise the TypeError Python would, with a word on what to do."""
     for name in unknown:
-        hint = f" ({REFUSED[name]})" if name in REFUSED else ""
-        raise TypeError(f"Trainer() got an unexpected keyword argument {name!r}{hint}")
+        hint = f" ({table[name]})" if name in table else ""
+        raise TypeError(f"{call}() got an unexpected keyword argument {name!r}{hint}")

@@ -75,6 +75,11 @@ class ShardSampler(DistributedSampler[Any]):
         return (self._drawn[index] for index in super().__iter__())
 
 
+def iterable(loader: Any) -> bool:
+    """Return whether batches can be taken from `loader`, again for each epoch."""
+    return hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+
+
 def shardable(loader: Loader) -> bool:
     """Return whether a loader can be given a sampler of ours."""
     return (
@@ -124,6 +129,11 @@ def for_training(
             f"train_dataloaders is a {type(loader).__name__}: there is one training loader",
             hint="join the data sets, or yield from both in one iterable",
         )
+    if not iterable(loader):
+        raise ArgumentError(
+            f"train_dataloaders is a {type(loader).__name__}, which yields no batches",
+            hint="pass a DataLoader, or anything that can be iterated over",
+        )
     if world_size > 1 and inject and shardable(loader):
         assert isinstance(loader, DataLoader)
         if sequential(loader) and rank == 0:
@@ -142,7 +152,7 @@ def for_evaluation(
     """Return the loaders that this rank evaluates."""
     if loaders is None:
         return []
-    found = list(loaders) if isinstance(loaders, list | tuple) else [loaders]
+    found = _listed(loaders)
     if world_size > 1 and inject:
         found = [
             shard(one, rank, world_size, shuffle=not sequential(one), pad=False, seed=seed)
@@ -157,7 +167,7 @@ def for_prediction(
     loaders: Loaders, rank: int, world_size: int, *, inject: bool, whole_batches: bool, init: Any
 ) -> list[Loader]:
     """Return the loaders of which this rank predicts: nothing padded, nothing dropped."""
-    found = list(loaders) if isinstance(loaders, list | tuple) else [loaders]
+    found = _listed(loaders)
     result: list[Loader] = []
     for one in found:
         if isinstance(one, DataLoader) and type(one.batch_sampler) is BatchSampler:
@@ -169,6 +179,17 @@ def for_prediction(
                 one = shard(one, rank, world_size, shuffle=False, pad=False, seed=0)
         result.append(_with_init(one, init))
     return result
+
+
+def _listed(loaders: Loaders) -> list[Loader]:
+    found = list(loaders) if isinstance(loaders, list | tuple) else [loaders]
+    for one in found:
+        if not iterable(one):
+            raise ArgumentError(
+                f"a loader is a {type(one).__name__}, which yields no batches",
+                hint="pass a DataLoader, or anything that can be iterated over, or a list of them",
+            )
+    return found
 
 
 def _replaced(loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:

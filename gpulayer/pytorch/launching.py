@@ -58,6 +58,7 @@ def launch(
     stop_grace_s: float = 30.0,
     detach: bool = False,
     dry_run: bool = False,
+    **unknown: Any,
 ) -> None:
     """Run this script as a job from here on; returns only inside the job.
 
@@ -72,6 +73,7 @@ def launch(
         target: "auto", "local", "mesh", node names, "zone:NAME", "!NAME".
         env, secrets: variables for the ranks; a list of names takes this process's values.
     """
+    arguments.refuse("launch", unknown, {"num_nodes": "machines are nodes here"})
     place = rank_env()
     if place is not None:
         if nodes > 1 and place.job is not None and place.world_size == 1:
@@ -210,7 +212,18 @@ def accelerator_of(name: str) -> Accelerator | None:
 
     if name == "auto":
         return None
-    return Accelerator.CUDA if name == "gpu" else Accelerator(name)
+    if name == "gpu":
+        return Accelerator.CUDA
+    try:
+        return Accelerator(name)
+    except ValueError:
+        raise unknown_accelerator(name) from None
+
+
+def unknown_accelerator(name: object) -> ArgumentError:
+    return ArgumentError(
+        f"unknown accelerator {name!r}", hint="one of auto, cpu, gpu, cuda, rocm, mps"
+    )
 
 
 def variables(given: Mapping[str, str] | Iterable[str] | None) -> dict[str, str]:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from gpulayer.env import RankEnv, rank_env
-from gpulayer.pytorch import data, ending, seeding
+from gpulayer.pytorch import data, ending, launching, seeding
 from gpulayer.pytorch.arguments import ArgumentError
 from gpulayer.pytorch.precision import Precision, canonical
 
@@ -51,9 +51,7 @@ _LOCAL = RankEnv(
 def local_kind(accelerator: str) -> str | None:
     """Return what `accelerator` is on this machine: "cuda", "mps", "cpu"; None: not here."""
     if accelerator not in _KINDS:
-        raise ArgumentError(
-            f"unknown accelerator {accelerator!r}", hint=f"one of {', '.join(_KINDS)}"
-        )
+        raise launching.unknown_accelerator(accelerator)
     present = {
         "cuda": torch.cuda.is_available(),  # on AMD cards too: torch gives them this name
         "mps": torch.backends.mps.is_available(),

@@ -104,7 +104,7 @@ class Trainer:
         use_distributed_sampler: bool = True,
         **unknown: Any,
     ) -> None:
-        arguments.refuse(unknown)
+        arguments.refuse("Trainer", unknown)
         if strategy not in _STRATEGIES:
             raise ArgumentError(
                 f"unknown strategy {strategy!r}", hint=f"one of {', '.join(_STRATEGIES)}"

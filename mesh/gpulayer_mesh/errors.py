@@ -37,6 +37,8 @@ class GpuLayerError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+        if hint:
+            self.add_note(f"hint: {hint}")  # for tracebacks of the user's script
 
 
 class ConfigError(GpuLayerError):
