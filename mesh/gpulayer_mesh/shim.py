@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -206,9 +207,7 @@ class Shim:
         mask = [_encode(secret) for secret in config.get("secrets", ())]
         mask = sorted((m for m in mask if len(m) >= MASK_MIN), key=len, reverse=True)
         self._rank_umask = os.umask(0o077)  # ours is strict; the ranks keep the agent's
-        # O_EXCL: one shim per job folder, ever.
-        self._status = _AppendFile(os.path.join(job_dir, "status"), os.O_EXCL)
-        fcntl.flock(self._status.fd, fcntl.LOCK_EX)
+        self._status = _locked_status(job_dir)
         self._events = 0
         self._pending: list[bytes] = []
         self._ranks = [
@@ -493,6 +492,20 @@ class Shim:
         while self._pending and self._status.append(self._pending[0]):
             del self._pending[0]
         return not self._pending
+
+
+def _locked_status(job_dir: str) -> _AppendFile:
+    """Make the status file. It is locked before it has its name, because whoever finds a status
+    file without a lock takes the shim for gone."""
+    path = os.path.join(job_dir, "status")
+    # O_EXCL, and a look only then: one shim per job folder, ever.
+    status = _AppendFile(f"{path}.new", os.O_EXCL)
+    fcntl.flock(status.fd, fcntl.LOCK_EX)
+    if os.path.lexists(path):
+        os.unlink(f"{path}.new")
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+    os.rename(f"{path}.new", path)
+    return status
 
 
 def kill_leftovers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import random
@@ -11,8 +12,10 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from gpulayer_mesh import shim
 from gpulayer_mesh.core.hosted import RankExited, RankStarted, ShimDone, ShimLost
 from gpulayer_mesh.core.logrecord import LogRecord, LogStream, RecordParser
 from gpulayer_mesh.errors import GpuLayerError
@@ -108,6 +111,56 @@ async def test_follower_gives_up_where_no_shim_comes(
     assert [event async for event in ShimRunner().watch(tmp_path)] == [
         ShimLost("the shim is gone without a word")
     ]
+
+
+def test_status_file_is_locked_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked: list[int] = []
+
+    def flock(fd: int, operation: int) -> None:
+        # A follower or watcher that looks now must not find a status without a lock.
+        assert not (tmp_path / "status").exists()
+        fcntl.flock(fd, operation)
+        locked.append(fd)
+
+    lock_ex = SimpleNamespace(LOCK_EX=fcntl.LOCK_EX, flock=flock)
+    monkeypatch.setattr(shim, "fcntl", lock_ex)
+    status = shim._locked_status(str(tmp_path))
+    try:
+        assert locked == [status.fd]
+        assert ShimRunner().alive(tmp_path)
+        monkeypatch.setattr(shim, "fcntl", fcntl)
+        with pytest.raises(FileExistsError, match="status"):
+            shim._locked_status(str(tmp_path))
+        assert [path.name for path in tmp_path.iterdir()] == ["status"]
+        assert ShimRunner().alive(tmp_path)
+    finally:
+        os.close(status.fd)
+    assert not ShimRunner().alive(tmp_path)
+
+
+async def test_shim_that_comes_while_it_is_watched_is_not_taken_for_gone(tmp_path: Path) -> None:
+    events: list[dict[str, object]] = [
+        {"event": "started", "pid": os.getpid(), "cookie": "c"},
+        {"event": "rank-started", "rank": 0, "pid": 5},
+        {"event": "rank-exited", "rank": 0, "code": 0, "signal": None, "stopped": False},
+        {"event": "done"},
+    ]
+    looks = 0
+
+    class Late(ShimRunner):
+        def alive(self, job_dir: Path) -> bool:
+            """There was none at the first look, and one event at each; the shim ends with them."""
+            nonlocal looks
+            looks += 1
+            line = {"n": looks, "mono": 0.0, **events[looks - 1]}
+            with (job_dir / "status").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            return looks > 1
+
+    found = [event async for event in Late().watch(tmp_path)]
+    assert found == [RankStarted(0, 5), RankExited(0, 0, None, False), ShimDone()]
 
 
 @pytest.mark.parametrize("rank", [0, 7])

@@ -208,6 +208,7 @@ class ShimRunner:
             if alive and now >= next_touch:
                 self.touch(job_dir)
                 next_touch = now + TOUCH_S
+            known = bool(cookie)  # `alive` was asked when it was; else the shim has just come
             for line in status.read():
                 quiet_since = now
                 match line:
@@ -232,7 +233,7 @@ class ShimRunner:
                         return
                     case _:
                         assert_never(line)
-            if not alive and (cookie or now - began > START_DEADLINE_S):
+            if not alive and (known or now - began > START_DEADLINE_S):
                 left = await asyncio.to_thread(_sweep, cookie) if cookie else []
                 problem = problem or "the shim is gone without a word"
                 yield hosted.ShimLost(problem + (f"; processes left: {left}" if left else ""))
