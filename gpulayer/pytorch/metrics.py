@@ -198,7 +198,9 @@ class Metrics:
     def start(self, peers: Peers) -> None:
         """Begin a fit with empty dictionaries."""
         self.peers = peers
-        self._entries = self._train  # an earlier fit may have failed while validating
+        # An earlier call may have failed in the middle of anything.
+        self._entries = self._train
+        self.batch = self.dataloader_idx = None
         self.forget()
 
     def forget(self) -> None:

@@ -162,8 +162,7 @@ class Trainer:
         self._file: MetricsFile | None = None
         self._log_dir: Path | None = None
 
-        self._own_callbacks = _callbacks(callbacks)
-        self.callbacks = ordered(self._own_callbacks)
+        self.callbacks = ordered(_callbacks(callbacks))
 
         self.stage: str | None = None  # "fit", "validate", "test", "predict" while such a call runs
         self.should_stop = False
@@ -286,7 +285,7 @@ class Trainer:
     def _attach(self, model: Module) -> None:
         self._module = model
         model._trainer = self
-        self.callbacks = ordered(_with_those_of(model, self._own_callbacks))
+        self.callbacks = ordered(_with_those_of(model, self.callbacks))
 
     def _begin(self, model: Module, stage: str) -> None:
         self._attach(model)
