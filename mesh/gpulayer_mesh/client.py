@@ -25,6 +25,7 @@ from gpulayer_mesh.errors import (
     GpuLayerError,
     NoMeshError,
     NotAllowedError,
+    RemovedError,
     TransportError,
 )
 from gpulayer_mesh.runtime import identity as identities
@@ -51,7 +52,10 @@ class MeshClient:
         self.mesh = mesh
         self.book = mesh.book
         self.dialer = Dialer(
-            context=identities.client_context(home), book=mesh.book, node=identity.node
+            context=identities.client_context(home),
+            book=mesh.book,
+            node=identity.node,
+            on_roster=self._take_roster,
         )
         self.entry: NodeId = ""  # the member that answered first
         self._addresses: dict[NodeId, Addresses] = identities.load_peers(home)
@@ -62,6 +66,7 @@ class MeshClient:
 
         Raises:
             NoMeshError: this machine is in no mesh.
+            RemovedError: it is no member any more, as it knew or has just heard.
             DiscoveryError: nobody answered in time.
         """
         identity = identities.load_or_create(home)
@@ -73,6 +78,8 @@ class MeshClient:
                 "gpulayer mesh create, then gpulayer mesh invite    (start a mesh here)\n"
                 "gpulayer mesh join LINE                            (join one with its line)",
             )
+        if identity.node not in mesh.book:
+            raise RemovedError
         others = set(mesh.book.members) - {identity.node}
         if not others and not _own_agent(home):
             raise DiscoveryError(
@@ -149,8 +156,7 @@ class MeshClient:
             signed = await self.dialer.request(
                 self.entry, self.addresses(self.entry), "GET", "/v1/roster", deadline_s=CALL_S
             )
-            if self.book.offer(signed):
-                identities.save_roster(self.home, self.book)
+            self._take_roster(signed)
         return snapshot
 
     async def _find_entry(self, deadline_s: float) -> None:
@@ -199,7 +205,8 @@ class MeshClient:
                         return
                     if isinstance(error, NotAllowedError):
                         refusal = error
-                if refusal is not None and not tries:
+                # One member's word that we were removed is enough: the mesh has signed it.
+                if refusal is not None and (not tries or isinstance(refusal, RemovedError)):
                     raise refusal
         finally:
             browser.cancel()
@@ -207,6 +214,8 @@ class MeshClient:
             for task in tries:
                 task.cancel()
             await asyncio.gather(browser, getter, *tries, return_exceptions=True)
+        if refusal is not None:  # of one; the others are silent
+            raise refusal
         raise DiscoveryError(
             f"no member of the mesh answered within {deadline_s:g} s"
             + (f" ({len(self._addresses)} remembered)" if self._addresses else ""),
@@ -214,6 +223,10 @@ class MeshClient:
         )
 
     # -- roster ----------------------------------------------------------------------------------
+
+    def _take_roster(self, signed: bytes) -> None:
+        if self.book.offer(signed):
+            identities.save_roster(self.home, self.book)
 
     async def push_roster(self, signed: bytes) -> tuple[list[str], list[str]]:
         """Hand a new roster to every member; return the names reached and not reached."""

@@ -59,6 +59,17 @@ class NotAllowedError(GpuLayerError):
     exit_code = ExitCode.NOT_ALLOWED
 
 
+class RemovedError(NotAllowedError):
+    """This machine was removed from its mesh."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this machine was removed from the mesh",
+            hint="to come back: `gpulayer mesh invite` on the machine that founded the mesh, "
+            "then here: gpulayer mesh join LINE",
+        )
+
+
 class DiscoveryError(GpuLayerError):
     """No member of the mesh answered."""
 

@@ -328,6 +328,19 @@ def test_killed_agent_is_suspect_then_dead_and_comes_back(mesh: LanMesh) -> None
     print(f"suspect after {suspect:.1f} s, dead after {dead:.1f} s, back {back:.1f} s after start")
 
 
+def test_member_removed_while_it_was_off_hears_of_it_at_its_start(mesh: LanMesh) -> None:
+    box = mesh.boxes[1]
+    mesh.agents[box.name].interrupt()
+    assert mesh.agents[box.name].wait(10) == 0
+    mesh.gpulayer("mesh", "remove", box.name)
+    agent = mesh.start_agent(box)
+    assert agent.wait(20) == 5, agent.output()
+    assert "this machine was removed from the mesh" in agent.output()
+    done = mesh.gpulayer("mesh", "status", host=box, code=5)
+    assert "this machine was removed from the mesh" in done.stderr
+    assert "gpulayer mesh join LINE" in done.stderr
+
+
 def test_removed_member_is_out(mesh: LanMesh) -> None:
     box = mesh.boxes[2]
     mesh.gpulayer("mesh", "remove", box.name)

@@ -33,6 +33,7 @@ from gpulayer_mesh.errors import (
     NotFoundError,
     PlacementBusyError,
     RemoteProtocolError,
+    RemovedError,
     TransportError,
 )
 from gpulayer_mesh.runtime import door as doors
@@ -159,10 +160,12 @@ async def box(mesh: Mesh) -> AsyncIterator[Box]:
 
 @contextlib.asynccontextmanager
 async def dialling(mesh: Mesh, machine: identities.Identity) -> AsyncIterator[Dialer]:
+    book = mesh.book(machine)
     dialer = Dialer(
         context=identities.client_context(machine.home),
-        book=mesh.book(machine),
+        book=book,
         node=machine.node,
+        on_roster=book.offer,
     )
     try:
         yield dialer
@@ -453,7 +456,8 @@ async def test_other_protocol_version_is_told_so_on_both_sides(mesh: Mesh, box: 
     answer = await raw(box.port, context, get())
     assert b" 426 " in answer
     assert b"'gpulayer/1'" in answer
-    dialer = Dialer(context=context, book=mesh.book(mesh.founder), node=mesh.founder.node)
+    book = mesh.book(mesh.founder)
+    dialer = Dialer(context=context, book=book, node=mesh.founder.node, on_roster=book.offer)
     with pytest.raises(TransportError, match="another protocol version"):
         await dialer.request(box.node, box.addresses, "GET", "/v1/ping")
     await dialer.close()
@@ -565,9 +569,37 @@ async def test_removed_member_is_refused_on_its_open_connection(
     async with dialling(mesh, member) as dialer:
         await dialer.request(box.node, box.addresses, "GET", "/v1/ping")
         box.book.offer(without(mesh, member.node))  # nobody calls enforce
-        with pytest.raises(NotAllowedError, match="not in our roster"):
-            await dialer.request(box.node, box.addresses, "GET", "/v1/ping")
+        for _ in ("heard from the box", "known from then on"):
+            with pytest.raises(RemovedError):
+                await dialer.request(box.node, box.addresses, "GET", "/v1/ping")
     assert box.door.handled == 1
+
+
+async def test_removal_is_only_believed_to_a_newer_roster_of_the_mesh(
+    mesh: Mesh, box: Box, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member = mesh.join("member")
+    old = box.book.signed  # older than the member's own, and does not list it
+    newest = without(mesh, member.node)
+    other_ca = Ed25519PrivateKey.generate()
+    forged = roster.Roster(certificates.id_of(other_ca), 99, ())
+    shown = {
+        "old": old,
+        "of another mesh": roster.seal_roster(other_ca, forged),
+        "one bit off": newest[:-1] + bytes([newest[-1] ^ 1]),
+        "nothing": b"",
+    }
+    async with dialling(mesh, member) as dialer:
+        for name, signed in shown.items():
+            liar = doors._unknown(member.node, signed)
+
+            async def refuse(*_: object, liar: Exception = liar) -> None:
+                raise liar
+
+            monkeypatch.setattr(box.door, "_introduce", refuse)
+            with pytest.raises(NotAllowedError, match="not in our roster"):
+                await dialer.request(box.node, box.addresses, "GET", "/v1/ping")
+            assert member.node in dialer._book, name
 
 
 @pytest.mark.parametrize("path", ["/v1/jobs/x/logs", "/v1/wait"], ids=["stream", "long poll"])
@@ -655,6 +687,9 @@ async def test_certified_peer_without_a_newer_roster_stays_outside(mesh: Mesh, b
     for name, body in offers.items():
         request = post(f"Content-Length: {len(body)}", path="/v1/roster") + body
         answer = await raw(box.port, context, request)
+        # Ours goes to a former member only: it shows a roster that the mesh signed and that
+        # lists it. Whoever knows of its removal needs no proof.
+        assert (box.book.signed in answer) == (name == "old")
         assert answer.startswith((b"HTTP/1.1 403 ", b"HTTP/1.1 400 ")), (name, answer)
         assert b" 403 " in await raw(box.port, context, get("/v1/roster")), name
     assert box.book.epoch == 4
@@ -718,7 +753,7 @@ async def test_strangers_and_our_own_removal_are_told_before_dialling(
     member = mesh.join("member")
     async with dialling(mesh, member) as dialer:
         dialer._book.offer(without(mesh, member.node))
-        with pytest.raises(NotAllowedError, match="this machine is no member"):
+        with pytest.raises(NotAllowedError, match="this machine was removed"):
             await dialer.request(box.node, box.addresses, "GET", "/v1/ping")
 
 
@@ -740,7 +775,8 @@ async def test_refused_certificate_is_told_in_words(mesh: Mesh, box: Box, tmp_pa
     context = identities.client_context(mesh.founder.home)
     foreign = Mesh(tmp_path / "foreign").founder
     context.load_cert_chain(foreign.home / "mesh" / "node.pem", foreign.home / "identity.key")
-    dialer = Dialer(context=context, book=mesh.book(mesh.founder), node=mesh.founder.node)
+    book = mesh.book(mesh.founder)
+    dialer = Dialer(context=context, book=book, node=mesh.founder.node, on_roster=book.offer)
     with pytest.raises(TransportError, match="closed the connection without an answer") as caught:
         await dialer.request(box.node, box.addresses, "GET", "/v1/ping")
     assert "does not accept this machine's certificate" in (caught.value.hint or "")

@@ -35,7 +35,7 @@ from gpulayer_mesh.core.types import (
     NodeId,
     Snapshot,
 )
-from gpulayer_mesh.errors import ExitCode, GpuLayerError, NotAllowedError
+from gpulayer_mesh.errors import ExitCode, GpuLayerError, RemovedError
 from gpulayer_mesh.runtime import footprint, preflight
 from gpulayer_mesh.runtime import identity as identities
 from gpulayer_mesh.runtime import interfaces as nics
@@ -79,7 +79,7 @@ class Agent:
 
         Raises:
             ConfigError: another agent runs here, or the port cannot be had.
-            NoMeshError, NotAllowedError, JoinError: no mesh to serve (any more).
+            NoMeshError, RemovedError, JoinError: no mesh to serve (any more).
         """
         with only_agent(self.home) as note_port:
             hosts = self.config.bind or ("0.0.0.0", "::")
@@ -107,7 +107,10 @@ class Agent:
     ) -> None:
         """Make every part; the door last, because requests come at once."""
         self.dialer = Dialer(
-            context=identities.client_context(self.home), book=self.book, node=self.node
+            context=identities.client_context(self.home),
+            book=self.book,
+            node=self.node,
+            on_roster=self._offer_roster,
         )
         stack.push_async_callback(self.dialer.close)
         self.machine = Machine(
@@ -203,7 +206,7 @@ class Agent:
             for task in running:
                 task.cancel()
         if self._removed.is_set():
-            raise NotAllowedError("this machine was removed from the mesh")
+            raise RemovedError
 
     async def _stopped_or_removed(self, stop: asyncio.Event) -> None:
         waits = [asyncio.create_task(event.wait()) for event in (stop, self._removed)]

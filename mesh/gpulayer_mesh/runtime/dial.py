@@ -5,9 +5,10 @@ that worked last time first (RFC 8305); a connection counts only once the certif
 wanted node's, so nothing is ever sent to a machine that has inherited an address. That happens
 inside aiohttp's connector, which then keeps the connection under the node's id.
 
-A peer that does not know us yet (its roster is older than ours) is shown our roster, once, and
-asked again. Every request of our API may be repeated, so one that finds its idle connection closed
-is sent again once. Does not know what is asked, and does not retry otherwise.
+A peer that does not know us is shown our roster, once. If its own is older, it lets us in and is
+asked again; if it is newer, it answers with it, and `on_roster` hears that we were removed. Every
+request of our API may be repeated, so one that finds its idle connection closed is sent again once.
+Does not know what is asked, and does not retry otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import io
 import re
 import ssl
 from asyncio import staggered
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import aiohttp
@@ -29,12 +30,13 @@ from yarl import URL
 from gpulayer_mesh import errors
 from gpulayer_mesh.core import wire
 from gpulayer_mesh.core.certificates import ALPN, node_of
-from gpulayer_mesh.core.roster import RosterBook
+from gpulayer_mesh.core.roster import ROSTER_MAX, RosterBook
 from gpulayer_mesh.core.types import Address, NodeId
 from gpulayer_mesh.errors import (
     GpuLayerError,
     NotAllowedError,
     RemoteProtocolError,
+    RemovedError,
     TransportError,
 )
 from gpulayer_mesh.sockets import watch_path, words
@@ -46,7 +48,8 @@ ANSWER_MAX = wire.BODY_MAX  # bytes of one answer that is not a stream
 CONNECTIONS_MAX = 256  # file descriptors
 CONNECTIONS_PER_NODE = 32  # half of what a door grants one peer: agent and commands share it
 
-_ERROR_MAX = 16 * 1024  # bytes of an error answer; messages and hints are cut at 2,000 characters
+# Bytes of an error answer: a roster, and message and hint, which are cut at 2,000 characters.
+_ERROR_MAX = ROSTER_MAX + 16 * 1024
 
 # Errors a door may name. Anything else arrives as GpuLayerError.
 _KINDS: dict[str, type[GpuLayerError]] = {
@@ -73,12 +76,21 @@ class Dialer:
         context: from `identity.client_context`.
         book: whom we speak to at all, and what we show to peers that do not know us.
         node: our own id.
+        on_roster: called with a newer signed roster that does not list us; `book` holds it then.
     """
 
-    def __init__(self, *, context: ssl.SSLContext, book: RosterBook, node: NodeId) -> None:
+    def __init__(
+        self,
+        *,
+        context: ssl.SSLContext,
+        book: RosterBook,
+        node: NodeId,
+        on_roster: Callable[[bytes], object],
+    ) -> None:
         self._context = context
         self._book = book
         self._node = node
+        self._on_roster = on_roster
         self._candidates: dict[NodeId, Sequence[Address]] = {}
         self._good: dict[NodeId, Address] = {}  # what worked last
         self._session = self._new_session()
@@ -131,8 +143,8 @@ class Dialer:
 
         Raises:
             TransportError: not reached, too slow, or broken off.
-            NotAllowedError: the node is no member, or does not take us for one, or our role does
-                not allow this.
+            RemovedError: we are no member any more, as we knew or have just heard.
+            NotAllowedError: the node is no member, or our role does not allow this.
             GpuLayerError: what the peer answered, in its class.
         """
         parts: list[bytes] = []
@@ -203,10 +215,7 @@ class Dialer:
         headers_s: float | None = None,
     ) -> AsyncGenerator[bytes, None]:
         if self._node not in self._book:
-            raise NotAllowedError(
-                "this machine is no member of the mesh any more",
-                hint="ask for an invitation and join again",
-            )
+            raise RemovedError
         if node not in self._book:
             raise _no_member(node)
         if addresses:
@@ -233,7 +242,20 @@ class Dialer:
             signed = self._book.signed
             async with await self._send(node, "POST", "/v1/roster", signed, headers_s) as shown:
                 if shown.status >= 400:
-                    raise await self._error(node, shown)
+                    error = await self._error(node, shown)
+                    if isinstance(error, _UnknownMemberError):
+                        self._refused_with(error.roster)
+                    raise error
+
+    def _refused_with(self, signed: bytes) -> None:
+        """Believe that we were removed only to the mesh's own signature."""
+        with contextlib.suppress(RemoteProtocolError):
+            roster = self._book.examine(signed)
+            unlisted = all(entry.node != self._node for entry in roster.entries)
+            if roster.epoch > self._book.epoch and unlisted:
+                self._on_roster(signed)
+        if self._node not in self._book:
+            raise RemovedError
 
     async def _send(
         self, node: NodeId, method: str, path: str, body: bytes, headers_s: float | None
@@ -275,7 +297,9 @@ class Dialer:
         fields: dict[str, Any] = {}
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, RemoteProtocolError):
             async with asyncio.timeout(DIAL_S):
-                data = await response.content.read(_ERROR_MAX)
+                data = b""
+                while len(data) < _ERROR_MAX and (part := await response.content.readany()):
+                    data += part
             plain = wire.unpack(data)
             fields = plain if isinstance(plain, dict) else {}
         kind = str(fields.get("error", ""))
@@ -283,7 +307,8 @@ class Dialer:
         hint = _printable(fields.get("hint")) or None
         message = f"{self._name(node)}: {message}"
         if kind == "unknown-member":
-            return _UnknownMemberError(message, hint=hint)
+            roster = fields.get("roster")
+            return _UnknownMemberError(message, hint, roster if isinstance(roster, bytes) else b"")
         return _KINDS.get(kind, GpuLayerError)(message, hint=hint)
 
     # --- connections -----------------------------------------------------------------------------
@@ -385,7 +410,11 @@ async def _shut(session: aiohttp.ClientSession) -> None:
 
 
 class _UnknownMemberError(NotAllowedError):
-    """The peer's roster does not list us."""
+    """The peer's roster does not list us; it is in `roster` if the peer showed it."""
+
+    def __init__(self, message: str, hint: str | None, roster: bytes) -> None:
+        super().__init__(message, hint=hint)
+        self.roster = roster
 
 
 def _no_member(node: NodeId) -> NotAllowedError:

@@ -4,8 +4,9 @@ Every request passes `Door._serve`, whatever its method or path: certificate -> 
 -> role -> route, and nothing else runs before that. The roster is asked again before each frame of
 a stream, and connections of nodes that are no longer members are cut when it changes.
 
-One thing is open to holders of a certificate whom our roster does not list (it may be older than
-theirs): `POST /v1/roster` with a newer signed roster that lists them. That roster is the proof.
+One thing is open to holders of a certificate whom our roster does not list: `POST /v1/roster` with
+a signed roster that lists them. A newer one than ours is the proof that they have joined; ours, in
+answer to an older one, the proof that they were removed.
 
 Each limit's constant says what it protects. The door does not
 know what the routes do, who is alive, or where rosters are kept (`on_roster`).
@@ -245,7 +246,7 @@ class Door:
         try:
             return await self._serve(request, connection.peer)
         except _Denied as e:
-            return _refusal(e.status, e.kind, str(e), e.hint)
+            return _refusal(e.status, e.kind, str(e), e.hint, e.roster)
         except GpuLayerError as e:
             status = next((code for kind, code in _STATUS if isinstance(e, kind)), 500)
             return _refusal(status, type(e).__name__, e.message, e.hint)
@@ -328,8 +329,10 @@ class Door:
     async def _introduce(self, request: web.BaseRequest, peer: NodeId) -> dict[str, int]:
         body = await _body(request, ROSTER_MAX)
         shown = self._book.examine(body)
-        if shown.epoch <= self._book.epoch or all(e.node != peer for e in shown.entries):
+        if all(entry.node != peer for entry in shown.entries):
             raise _unknown(peer)
+        if shown.epoch <= self._book.epoch:  # it was a member, and was off when it was removed
+            raise _unknown(peer, self._book.signed)
         return await self._take(body)
 
     async def _post_roster(self, request: DoorRequest) -> dict[str, int]:
@@ -421,20 +424,30 @@ class _Connection(RequestHandler):
 class _Denied(Exception):
     """An answer that no error class stands for."""
 
-    def __init__(self, status: int, message: str, kind: str = "", hint: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "",
+        hint: str | None = None,
+        roster: bytes = b"",
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.kind = kind or ("NotFoundError" if status == 404 else "RemoteProtocolError")
         self.hint = hint
+        self.roster = roster
 
 
-def _unknown(peer: NodeId) -> _Denied:
-    # The dialler recognises this kind and shows its roster.
+def _unknown(peer: NodeId, roster: bytes = b"") -> _Denied:
+    # The dialler recognises this kind and shows its roster, or takes ours.
     return _Denied(
         403,
         f"node {peer[:8]!r} is not in our roster",
         "unknown-member",
-        "it was removed from the mesh, or our roster is older than its own",
+        "that node was removed from the mesh (`gpulayer mesh invite` lets it in again), or its "
+        "joining is not known here yet",
+        roster,
     )
 
 
@@ -446,8 +459,11 @@ def _reply(result: Any) -> web.Response:
     return web.Response(body=body, headers=_HEADERS)
 
 
-def _refusal(status: int, kind: str, message: str, hint: str | None = None) -> web.Response:
-    body = wire.pack({"error": kind, "message": message[:2000], "hint": (hint or "")[:2000]})
+def _refusal(
+    status: int, kind: str, message: str, hint: str | None = None, roster: bytes = b""
+) -> web.Response:
+    fields = {"error": kind, "message": message[:2000], "hint": (hint or "")[:2000]}
+    body = wire.pack(fields | ({"roster": roster} if roster else {}))
     return web.Response(status=status, body=body, headers=_HEADERS)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from gpulayer_mesh.config import AgentConfig
 from gpulayer_mesh.core.joining import read_line
 from gpulayer_mesh.core.types import Addresses
-from gpulayer_mesh.errors import ConfigError, NoMeshError, NotAllowedError, TransportError
+from gpulayer_mesh.errors import ConfigError, NoMeshError, RemovedError, TransportError
 from gpulayer_mesh.runtime import identity as identities
 from gpulayer_mesh.runtime import joining
 from gpulayer_mesh.runtime.packets import PacketPort
@@ -64,7 +64,7 @@ async def enter_mesh(
         addresses: where this agent will be reached.
 
     Raises:
-        NoMeshError, NotAllowedError, JoinError: there is none to serve.
+        NoMeshError, RemovedError, JoinError: there is none to serve.
     """
     mesh = identities.load_mesh(identity)
     if mesh is not None and identity.node in mesh.book:
@@ -76,10 +76,7 @@ async def enter_mesh(
             )
         return mesh  # a start line with --join stays right after the invitation is over
     if config.join is None and mesh is not None:
-        raise NotAllowedError(
-            f"this machine was removed from mesh {mesh.mesh[:8]}",
-            hint="ask for a new invitation, then: gpulayer-agent --join LINE",
-        )
+        raise RemovedError
     if config.join is None:
         raise NoMeshError(
             "this machine belongs to no mesh yet",

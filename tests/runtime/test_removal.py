@@ -1,0 +1,61 @@
+"""A member that was removed while its agent was off: real agents on loopback tell it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+from gpulayer_mesh.client import MeshClient
+from gpulayer_mesh.config import AgentConfig
+from gpulayer_mesh.core.joining import JoinRequest
+from gpulayer_mesh.core.types import Address, Role
+from gpulayer_mesh.errors import ExitCode, RemovedError
+from gpulayer_mesh.runtime import identity as identities
+from gpulayer_mesh.runtime.agent import Agent
+
+pytestmark = [pytest.mark.network, pytest.mark.timeout(120)]
+
+HOST = "127.0.0.1"
+WAIT_S = 30.0
+
+
+def agent(home: Path) -> Agent:
+    return Agent(AgentConfig(home=home, name=home.name, bind=(HOST,), port=24433))
+
+
+async def test_agent_and_commands_of_a_removed_machine_hear_of_it_and_end(tmp_path: Path) -> None:
+    laptop = identities.load_or_create(tmp_path / "laptop")
+    identities.create_mesh(laptop, "laptop")
+    box = identities.load_or_create(tmp_path / "box")
+    public = box.key.public_key().public_bytes_raw()
+    request = JoinRequest(box.node, public, "box", ())
+    identities.save_membership(box, identities.admit(laptop, request, (Role.WORKER,), {}))
+    identities.remove_member(laptop, box.node)
+
+    stop = asyncio.Event()
+    founder = agent(laptop.home)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(founder.run(stop))
+        async with asyncio.timeout(WAIT_S):
+            while not (laptop.home / "agent.json").exists():  # noqa: ASYNC110  a file, no event
+                await asyncio.sleep(0.02)
+        identities.save_peers(box.home, {laptop.node: (Address(HOST, founder.port),)})
+        # Each command and the agent hears it by itself, from a state that knows nothing of it.
+        viewer = tmp_path / "viewer"
+        shutil.copytree(box.home, viewer)
+        for _ in ("heard from the member", "read from the roster kept"):
+            with pytest.raises(RemovedError) as caught:
+                await MeshClient.connect(viewer)
+            assert caught.value.exit_code is ExitCode.NOT_ALLOWED
+            assert "gpulayer mesh join LINE" in (caught.value.hint or "")
+        async with asyncio.timeout(WAIT_S):
+            with pytest.raises(RemovedError):
+                await agent(box.home).run(asyncio.Event())
+        assert founder.door.handled == 0
+        stop.set()
+    for home in (viewer, box.home):
+        mesh = identities.load_mesh(identities.load_or_create(home))
+        assert mesh is not None
+        assert box.node not in mesh.book
