@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpulayer_mesh.config import home_dir
+from gpulayer_mesh.core.rankenv import is_ours
 from gpulayer_mesh.errors import ConfigError
 
 START_DIR = Path.cwd()  # before the script can change it
@@ -88,6 +89,25 @@ def named_env(names: Iterable[str]) -> dict[str, str]:
             value = os.environ[key]
         chosen[key] = value
     return chosen
+
+
+def problems(argument: str, given: Mapping[str, str]) -> list[str]:
+    """Return what is wrong with variables that a job is to get.
+
+    Args:
+        argument: what the caller knows them as: "env" or "secrets".
+    """
+    found = []
+    for name, value in given.items():
+        if not isinstance(name, str) or not name or "=" in name or "\0" in name:
+            found.append(f"{argument} has the name {name!r}: names are text without '=' and NUL")
+        elif is_ours(name):
+            found.append(f"{argument} names {name}, which the job sets itself")
+        elif not isinstance(value, str):
+            found.append(f"{argument}[{name!r}] must be text, got {type(value).__name__}")
+        elif "\0" in value:
+            found.append(f"{argument}[{name!r}] contains a NUL character")
+    return found
 
 
 def copied_env() -> dict[str, str]:

@@ -87,6 +87,8 @@ class JobRequest:
     dry_run: bool = False
 
     def __post_init__(self) -> None:
+        from gpulayer_mesh.core.placement import target_problem
+
         problems = []
         if not self.argv:
             problems.append("no command given")
@@ -94,8 +96,13 @@ class JobRequest:
             problems.append(f"nodes must be at least 1, got {self.nodes}")
         if self.devices != "auto" and self.devices < 1:
             problems.append(f"devices must be 'auto' or at least 1, got {self.devices}")
-        if not 0 <= self.stop_grace_s <= 86400:
-            problems.append(f"stop grace must be 0 to 86400 seconds, got {self.stop_grace_s}")
+        if problem := target_problem(self.target):
+            problems.append(problem)
+        grace_s: object = self.stop_grace_s
+        number = isinstance(grace_s, int | float) and not isinstance(grace_s, bool)
+        if not number or not 0 <= self.stop_grace_s <= 86400:
+            problems.append(f"stop grace must be 0 to 86400 seconds, got {grace_s!r}")
+        problems += env.problems("env", self.env) + env.problems("secrets", self.secrets)
         if problems:
             raise ConfigError("; ".join(problems))
 

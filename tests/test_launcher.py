@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from gpulayer_mesh.core.jobspec import JOB_ID_CHARS, JobKind
@@ -74,6 +75,41 @@ def test_request_names_all_its_problems_at_once() -> None:
             argv=(), python=True, kind=JobKind.COMMAND, name="x", root=Path(), nodes=0, devices=0
         )
     assert all(word in caught.value.message for word in ("command", "nodes", "devices"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("env", {"A": 1}, "env['A'] must be text, got int"),
+        ("env", {"A": None}, "env['A'] must be text, got NoneType"),
+        ("env", {"A": "a\0b"}, "env['A'] contains a NUL character"),
+        ("env", {"": "x"}, "env has the name ''"),
+        ("env", {"A=B": "x"}, "env has the name 'A=B'"),
+        ("env", {"A\0": "x"}, "env has the name 'A\\x00'"),
+        ("env", {7: "x"}, "env has the name 7"),
+        ("env", {"RANK": "0"}, "env names RANK, which the job sets itself"),
+        ("env", {"MASTER_ADDR": "h"}, "env names MASTER_ADDR, which"),
+        ("env", {"CUDA_VISIBLE_DEVICES": "0"}, "env names CUDA_VISIBLE_DEVICES, which"),
+        ("secrets", {"GPULAYER_OUT": "/"}, "secrets names GPULAYER_OUT, which"),
+        ("target", 5, "target must be a node name or a list of them, got 5"),
+        ("target", ("box-1", 5), "target must be a node name or a list of them, got ('box-1', 5)"),
+        ("target", (), "target is an empty list"),
+        ("target", "", "target '' names no machine"),
+        ("target", "zone:", "target 'zone:' names no machine"),
+        ("target", ("box-1", "!"), "target '!' names no machine"),
+        ("target", "!zone:", "target '!zone:' names no machine"),
+        ("stop_grace_s", "30", "stop grace must be 0 to 86400 seconds, got '30'"),
+        ("stop_grace_s", True, "stop grace must be"),
+        ("stop_grace_s", float("nan"), "stop grace must be"),
+    ],
+)
+def test_impossible_input_is_refused_before_any_plan(field: str, value: object, words: str) -> None:
+    fields: dict[str, Any] = {"env": {"LR": "0.1", "NCCL_DEBUG": "INFO"}, field: value}
+    with pytest.raises(ConfigError) as caught:
+        launcher.JobRequest(
+            argv=("x",), python=True, kind=JobKind.COMMAND, name="x", root=Path(), **fields
+        )
+    assert caught.value.message.startswith(words)
 
 
 def test_job_ids_are_random_and_of_the_alphabet() -> None:

@@ -165,6 +165,19 @@ def _check_request(request: Request) -> None:
         )
 
 
+def target_problem(target: object) -> str | None:
+    """Return what is wrong with a target whatever the mesh looks like, None if nothing is."""
+    parts = (target,) if isinstance(target, str) else target
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        return f"target must be a node name or a list of them, got {target!r}"
+    if not parts:
+        return "target is an empty list: it names no machine"
+    for part in parts:
+        if part.removeprefix("!") in ("", "zone:"):
+            return f"target {part!r} names no machine: write NODE, zone:NAME, !NODE or auto"
+    return None
+
+
 def _single(request: Request) -> bool:
     return request.nodes == 1 and request.devices in (1, "auto")
 

@@ -42,6 +42,11 @@ DEVICE_VARIABLES = frozenset(
 )
 
 
+def is_ours(name: str) -> bool:
+    """Return whether the job alone sets a variable, whatever its submitter would give it."""
+    return name in TORCHRUN_VARIABLES | DEVICE_VARIABLES or name.startswith("GPULAYER_")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostContext:
     """What only the rank's own node knows."""
@@ -82,14 +87,9 @@ def rank_environment(
     """
     slot = spec.slots[slot_index]
     rank = first_rank(spec, slot_index) + local_rank
-    taken = TORCHRUN_VARIABLES | DEVICE_VARIABLES
-    env = {
-        name: value
-        for name, value in host.base.items()
-        if name not in taken and not name.startswith("GPULAYER_")
-    }
-    for given in (spec.env, order.secrets):
-        env.update((name, value) for name, value in given.items() if name not in taken)
+    env: dict[str, str] = {}
+    for given in (host.base, spec.env, order.secrets):
+        env.update((name, value) for name, value in given.items() if not is_ours(name))
     _see_granted_devices(env, spec, slot_index, host)
     if len(spec.slots) > 1 and host.interface:
         env.setdefault("GLOO_SOCKET_IFNAME", host.interface)
