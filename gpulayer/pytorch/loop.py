@@ -10,9 +10,11 @@ rank; where that is, `Trainer` decided before.
 from __future__ import annotations
 
 import re
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gpulayer.pytorch import data
 from gpulayer.pytorch.arguments import ArgumentError, batches
+from gpulayer.pytorch.cadence import Cadence
 from gpulayer.pytorch.evaluation import Evaluation, takes, transfer_of
+from gpulayer.pytorch.manual import ManualOptimization
 from gpulayer.pytorch.module import Module
 from gpulayer.pytorch.precision import ScaledOptimizer
 
@@ -38,9 +42,13 @@ class StepForward(nn.Module):
     def __init__(self, module: Module) -> None:
         super().__init__()
         self.module = module
+        self.after_step: Callable[[], None] | None = None
 
     def forward(self, *args: Any) -> Any:
-        return self.module.training_step(*args)
+        output = self.module.training_step(*args)
+        if self.after_step is not None:
+            self.after_step()
+        return output
 
 
 class FitLoop:
@@ -71,16 +79,25 @@ class FitLoop:
         self._takes_index = takes(module.training_step, 2)
         self._autocast = self._runtime.autocast if self._runtime.precision.mixed else None
         self._scaler = self._runtime.scaler
-        if self._scaler is not None:
+        self._manual: ManualOptimization | None = None
+        if not module.automatic_optimization:
+            self._manual = module._manual = ManualOptimization(trainer, module, wrapped)
+            self._forward = self._manual.forward
+        elif self._scaler is not None:
             self.optimizer = ScaledOptimizer(self.optimizer, self._scaler, self._before_step)
         self._window = trainer.accumulate_grad_batches
         self._step_schedulers = self._schedulers("step", plateau=False)
         self._step_plateaus = self._schedulers("step", plateau=True)
         # Ranks that read a loader whole would train copies of each other.
         self._compare_ranks = self._runtime.world_size > 1 and not data.shared_out(loader)
+        # validation by time
+        self._validated_s = 0.0
+        self._val_cadence = (
+            Cadence(self._runtime) if isinstance(trainer.val_check_interval, timedelta) else None
+        )
         # the batch in hand
         self._batch_idx = -1
-        self._is_last = False
+        self.is_last = False
         self._stepping = True
         self._args: tuple[Any, ...] = ()
         self._outputs: dict[str, Any] = {}
@@ -95,6 +112,7 @@ class FitLoop:
             return
         if self.evaluation is not None and self._validating_epoch():
             self.evaluation.load()  # a fault in it should show before an epoch has passed
+        self._validated_s = time.monotonic()
         self._call("on_train_start")
         while not self._done():
             self._epoch()
@@ -147,15 +165,15 @@ class FitLoop:
         on_start, on_end = self._hooks["on_train_batch_start"], self._hooks["on_train_batch_end"]
         log_every = 1 if trainer.fast_dev_run else trainer.log_every_n_steps
         self._batch_idx = -1
-        self._is_last = False
+        self.is_last = False
         stream = self._stream()
-        while not self._is_last and not self._steps_done():
+        while not self.is_last and not self._steps_done():
             if trainer.should_stop and self._may_stop():
                 return False
             item = next(stream, None)
             if item is None:
                 return self._ended_early()
-            batch, self._is_last = item
+            batch, self.is_last = item
             if self._compare_ranks:
                 self._warn_of_copies(batch)
             batch = self._transfer(batch, 0)
@@ -170,7 +188,7 @@ class FitLoop:
                 if on_start is not None:
                     metrics.hook = "on_train_batch_start"
                     if on_start(batch, batch_idx) == -1:
-                        self._is_last = True
+                        self.is_last = True
                         self._step_by_batch()
                         self._step_by_epoch(plateau=False)
                         return True
@@ -178,7 +196,7 @@ class FitLoop:
                 self._train(batch, batch_idx)
             if self._stepping and self._step_schedulers:
                 self._step_by_batch()
-            if self._is_last:
+            if self.is_last:
                 self._step_by_epoch(plateau=False)
             if on_end is not None:
                 metrics.hook = "on_train_batch_end"
@@ -196,7 +214,7 @@ class FitLoop:
                     self._step_scheduler_list(self._step_plateaus, batch_idx + 1)
                 trainer._batches_that_stepped += 1
             trainer._progress_step(batch_idx + 1, self.num_batches, self._loss)
-        return self._is_last
+        return self.is_last
 
     def _stream(self) -> Iterator[tuple[Any, bool]]:
         """Yield (batch, whether it is the last of the epoch)."""
@@ -232,7 +250,7 @@ class FitLoop:
         if not self._stepping:
             raise RuntimeError(f"{text}: gradients of its last batches were not applied")
         warnings.warn(text, stacklevel=3)
-        self._is_last = True
+        self.is_last = True
         self._step_by_epoch(plateau=False)
         if self.evaluation is not None and self._validation_due():
             self._validate()
@@ -242,11 +260,14 @@ class FitLoop:
 
     def _window_full(self) -> bool:
         """Return whether the optimizer steps after this batch; the last of an epoch always does."""
-        return self._is_last or (self._batch_idx + 1) % self._window == 0
+        return self.is_last or (self._batch_idx + 1) % self._window == 0
 
     def _train(self, batch: Any, batch_idx: int) -> None:
         trainer = self.trainer
         self._args = (batch, batch_idx) if self._takes_index else (batch,)
+        if self._manual is not None:
+            self._train_manually()
+            return
         if not self._stepping:
             with self._unsynchronised(), torch.enable_grad():
                 self._closure()
@@ -263,6 +284,21 @@ class FitLoop:
                     "optimizer_step did not call its closure, which runs training_step and backward"
                 )
         trainer._global_step += 1
+
+    def _train_manually(self) -> None:
+        """Run `training_step`, which optimizes by itself."""
+        self._metrics.hook = "training_step"
+        with self._runtime.autocast():
+            output = self._forward(*self._args)
+        if isinstance(output, Tensor):
+            output = {"loss": output}
+        if output is not None and not isinstance(output, Mapping):
+            raise ArgumentError(
+                f"training_step returned {type(output).__name__}; in manual optimization a tensor, "
+                "a dict or None is expected"
+            )
+        self._outputs = {} if output is None else _detached(output)
+        self._loss = self._outputs.get("loss")
 
     def _unsynchronised(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._wrapped is None else self._wrapped.no_sync()
@@ -378,6 +414,8 @@ class FitLoop:
     def _val_check_batch(self) -> float:
         """Return after how many batches validation is due; inf: at the end of the epoch."""
         trainer, interval = self.trainer, self.trainer.val_check_interval
+        if isinstance(interval, timedelta):
+            return _INF
         if isinstance(interval, int):
             if (
                 interval > self.num_batches
@@ -410,14 +448,21 @@ class FitLoop:
             return False
         if trainer.should_stop and self._may_stop():
             return True
+        if self._val_cadence is not None:
+            return self._val_cadence.after_batch(self._seconds_to_validation)
         if self.val_check_batch == _INF:
-            return self._is_last
-        shorter_than_announced = self._is_last and self._batch_idx + 1 < self.num_batches < _INF
+            return self.is_last
+        shorter_than_announced = self.is_last and self._batch_idx + 1 < self.num_batches < _INF
         if shorter_than_announced and trainer.val_check_interval == 1.0:
             return True
         across = trainer.check_val_every_n_epoch is None
         done = trainer._total_batches if across else self._batch_idx + 1
         return done % self.val_check_batch == 0
+
+    def _seconds_to_validation(self) -> float:
+        interval = self.trainer.val_check_interval
+        assert isinstance(interval, timedelta)
+        return interval.total_seconds() - (time.monotonic() - self._validated_s)
 
     def _validate(self) -> None:
         assert self.evaluation is not None
@@ -425,11 +470,14 @@ class FitLoop:
             self._metrics.hook = ""
             self.module.on_validation_model_zero_grad()
         self.evaluation.run()
+        self._validated_s = time.monotonic()
         self.trainer._after_validation()
 
     # -- schedulers --------------------------------------------------------------------------
 
     def _schedulers(self, interval: str, *, plateau: bool) -> list[SchedulerConfig]:
+        if not self.module.automatic_optimization:
+            return []  # the module steps them
         return [
             config
             for config in self.trainer.lr_scheduler_configs

@@ -7,7 +7,8 @@ and calls only those. Knows neither devices nor ranks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from gpulayer.pytorch.arguments import ArgumentError
 
 if TYPE_CHECKING:
     from gpulayer.pytorch.data import Loaders
+    from gpulayer.pytorch.manual import ManualOptimization
     from gpulayer.pytorch.trainer import Trainer
 
 
@@ -28,6 +30,8 @@ class Module(nn.Module):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._trainer: Trainer | None = None
+        self._manual: ManualOptimization | None = None
+        self._toggled: dict[nn.Parameter, bool] = {}
 
     # -- what a user writes ------------------------------------------------------------------
 
@@ -144,9 +148,16 @@ class Module(nn.Module):
         first = next(tensors, None)
         return torch.device("cpu") if first is None else first.device
 
-    def optimizers(self) -> Any:
-        """Return the optimizer of this fit, or the list of them."""
-        found = self.trainer.optimizers
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """Return the optimizer of this fit, or the list of them.
+
+        Args:
+            use_pl_optimizer: in manual optimization, with steps that count and call hooks; False
+                gives the bare ones.
+        """
+        found: Sequence[Any] = self.trainer.optimizers
+        if self._manual is not None and use_pl_optimizer:
+            found = self._manual.optimizers
         return found[0] if len(found) == 1 else found
 
     def lr_schedulers(self) -> Any:
@@ -154,10 +165,49 @@ class Module(nn.Module):
         found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return (found[0] if len(found) == 1 else found) if found else None
 
+    # -- manual optimization (automatic_optimization = False) ---------------------------------
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward on `loss`, scaled under 16-mixed and reduced over ranks."""
+        if self._manual is None:
+            raise RuntimeError(
+                "manual_backward belongs into a training_step with automatic_optimization = False"
+            )
+        self._manual.backward(loss, *args, **kwargs)
+
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """Let only this optimizer's parameters get gradients, until `untoggle_optimizer`."""
+        self._toggled = {
+            parameter: parameter.requires_grad
+            for one in self.trainer.optimizers
+            for group in one.param_groups
+            for parameter in group["params"]
+        }
+        mine = {p for group in optimizer.param_groups for p in group["params"]}
+        for parameter, before in self._toggled.items():
+            parameter.requires_grad = before and parameter in mine
+
+    def untoggle_optimizer(self, optimizer: Any) -> None:
+        """Undo `toggle_optimizer`; what was changed on its own parameters meanwhile stays."""
+        mine = {p for group in optimizer.param_groups for p in group["params"]}
+        for parameter, before in self._toggled.items():
+            if parameter not in mine:
+                parameter.requires_grad = before
+        self._toggled = {}
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
+        """Toggle an optimizer within a block."""
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
+
     # -- hooks with a default ----------------------------------------------------------------
 
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def optimizer_step(
         self,

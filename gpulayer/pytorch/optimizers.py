@@ -48,30 +48,34 @@ class NoOptimizer(Optimizer):
         """There is nothing to zero."""
 
 
-def parse(returned: Any, *, custom_stepping: bool) -> tuple[Optimizer, list[SchedulerConfig]]:
-    """Return the optimizer and its schedulers.
+def parse(
+    returned: Any, *, custom_stepping: bool, several: bool
+) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """Return the optimizers and their schedulers.
 
     Args:
         custom_stepping: the module overrides `lr_scheduler_step`, so any scheduler will do.
+        several: the module steps its optimizers itself, so there may be more than one.
 
     Raises:
         ArgumentError: not one of the forms, or a form with a contradiction in it.
     """
     optimizers, schedulers, monitor = _split(returned)
-    if len(optimizers) != 1:
+    if len(optimizers) != 1 and not several:
         raise ArgumentError(
             f"configure_optimizers returned {len(optimizers)} optimizers; automatic optimization "
             "steps exactly one",
-            hint="put all parameters into one optimizer, with parameter groups",
+            hint="put all parameters into one optimizer, with parameter groups, or set "
+            "automatic_optimization = False and step them in training_step",
         )
     configs = [_config(scheduler, monitor, custom_stepping) for scheduler in schedulers]
     for config in configs:
-        if config.scheduler.optimizer is not optimizers[0]:
+        if all(config.scheduler.optimizer is not one for one in optimizers):
             raise ArgumentError(
                 f"{type(config.scheduler).__name__} belongs to an optimizer that "
                 "configure_optimizers did not return"
             )
-    return optimizers[0], configs
+    return optimizers, configs
 
 
 def _split(returned: Any) -> tuple[list[Optimizer], list[Any], str | None]:

@@ -6,116 +6,12 @@ Each test writes a script and runs it once per rank with torchrun's variables.
 from __future__ import annotations
 
 import csv
-import json
-import os
-import socket
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
+from ranks import Ranks
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
-
-DEADLINE_S = 120  # importing torch twice on a busy two-core machine takes half a minute
-
-HEAD = """
-import json, os, sys, warnings
-import torch
-from torch.utils.data import DataLoader, TensorDataset
-from gpulayer.pytorch import Module, Runtime, Trainer, seed_everything
-warnings.simplefilter("ignore")
-torch.set_num_threads(1)
-seed_everything(1)
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-def tell(**values):
-    with open(f"told{RANK}.json", "w") as file:
-        json.dump(values, file)
-
-class Net(Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.Sequential(
-            torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
-        )
-
-    def loss(self, batch):
-        return torch.nn.functional.mse_loss(self.layers(batch[0]), batch[1])
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.Adam(self.parameters(), lr=1e-2)
-
-def samples(count, seed=0):
-    x = torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
-    return TensorDataset(x, x.sum(1, keepdim=True))
-
-def trainer(**arguments):
-    defaults = dict(accelerator="cpu", devices=1, enable_progress_bar=False, log_every_n_steps=1,
-                    num_sanity_val_steps=0, max_epochs=1, default_root_dir=".")
-    return Trainer(**{**defaults, **arguments})
-"""
-
-
-class Ranks:
-    """Runs a script as `world` processes in `path`."""
-
-    def __init__(self, path: Path, body: str, world: int) -> None:
-        path.mkdir()
-        self.path = path
-        script = path / "script.py"
-        script.write_text(HEAD + textwrap.dedent(body))
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        processes = []
-        for rank in range(world):
-            env = os.environ | {"OMP_NUM_THREADS": "1"}
-            if world > 1:
-                env |= {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(world),
-                    "LOCAL_WORLD_SIZE": str(world),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
-                }
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(script)],
-                    cwd=path,
-                    env=env,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-        try:
-            self.output = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        self.codes = [process.returncode for process in processes]
-
-    def check(self) -> Ranks:
-        assert set(self.codes) == {0}, "\n".join(self.output)
-        return self
-
-    def told(self, rank: int = 0) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.path / f"told{rank}.json").read_text())
-        return found
-
-    def column(self, name: str) -> list[float]:
-        file = self.path / "gpulayer_logs" / "version_0" / "metrics.csv"
-        with file.open(newline="") as rows:
-            return [float(row[name]) for row in csv.DictReader(rows) if row[name]]
 
 
 def test_two_ranks_follow_one_process_with_the_same_global_batches(tmp_path: Path) -> None:
