@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from gpulayer_mesh.core.jobspec import JobRecord, JobSpec, JobState, OutputFile
+from gpulayer_mesh.core.jobspec import JobRecord, JobSpec, JobState, OutputFile, Outputs
 from gpulayer_mesh.errors import DiscoveryError, GpuLayerError, TransportError
 
 from gpulayer.ui import Ui, shown_path
@@ -31,6 +31,7 @@ DRAIN_S = 10.0  # after the end, for lines still on their way
 LOST_S = 600.0  # nobody answers for this long: twice the ranks' own lease, so the job is gone
 LOST_TRIES = 10  # ... and not just because this machine slept
 FETCHES = 4  # parallel downloads: fills a 1 Gbit/s link through one TLS core
+STAYED_SHOWN = 10  # a folder of links must not push the job's own last lines off the screen
 HIDDEN = ".gpulayer-result"  # the Trainer's own folder: fetched, not listed
 
 
@@ -145,11 +146,17 @@ async def collect(
     Raises:
         GpuLayerError: some could not be fetched or written; all others are home.
     """
-    everything, refused = placed(record.spec, await client.outputs(record))
+    answers = await client.outputs(record)
+    offered = [(node, file) for node, one in answers for file in one.files]
+    everything, refused = placed(record.spec, offered)
+    named, more = stayed(record.spec, answers)
     wanted = None if only is None else PurePosixPath(only)
     files = [one for one in everything if wanted is None or wanted in (one[2], *one[2].parents)]
-    for problem in refused:
-        ui.note(f"a file did not come home: {problem}")
+    unwelcome = [*refused, *named]
+    for problem in unwelcome[:STAYED_SHOWN]:
+        ui.note(problem)
+    if more := more + max(0, len(unwelcome) - STAYED_SHOWN):
+        ui.note(f"{more} more did not come home")
     gate = asyncio.Semaphore(FETCHES)
 
     async def fetch(node: NodeId, file: OutputFile, path: PurePosixPath) -> Path | None:
@@ -199,7 +206,7 @@ def placed(
             refused.append(f"rank {file.rank} does not run on the node that offers {file.path!r}")
             continue
         if problem := _unsafe(file.path):
-            refused.append(f"path {file.path[:200]!r} {problem}")
+            refused.append(_stays(spec, file.rank, file.path[:200], f"its path {problem}"))
             continue
         usual = path = PurePosixPath("" if file.rank == 0 else f"rank{file.rank}", file.path)
         attempt = 1
@@ -210,6 +217,29 @@ def placed(
         folders.update(path.parents)
         result.append((node, file, path))
     return result, refused
+
+
+def stayed(spec: JobSpec, outputs: Sequence[tuple[NodeId, Outputs]]) -> tuple[list[str], int]:
+    """Say what the nodes keep and why, and how much more they have not named."""
+    hosts = [slot.node for slot in spec.slots for _ in range(slot.processes)]
+    lines = []
+    for node, one in outputs:
+        for item in one.stayed:
+            if 0 <= item.rank < len(hosts) and hosts[item.rank] == node:
+                reason = " ".join(item.reason.split())  # a peer's words: they get one line
+                lines.append(_stays(spec, item.rank, _text(item.path), reason))
+    return lines, sum(one.more for _, one in outputs)
+
+
+def _stays(spec: JobSpec, rank: int, path: str | bytes, reason: str) -> str:
+    return f"rank {rank} on {rank_nodes(spec)[rank]}: {path!r} did not come home: {reason}"
+
+
+def _text(path: bytes) -> str | bytes:
+    try:
+        return path.decode()
+    except UnicodeDecodeError:
+        return path
 
 
 def _unsafe(path: str) -> str | None:

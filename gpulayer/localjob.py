@@ -37,6 +37,7 @@ from gpulayer_mesh.runtime import shims
 from gpulayer_mesh.runtime.preflight import FreePorts
 
 from gpulayer import env
+from gpulayer.jobs import STAYED_SHOWN
 from gpulayer.ui import Ui
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ async def run(request: JobRequest, processes: int) -> JobOutcome:
         with interrupts:
             record = await local.run(config)
         destination = request.root / "gpulayer_jobs" / spec.id
-        await asyncio.to_thread(_bring_home, folder, destination, processes)
+        for problem in await asyncio.to_thread(_bring_home, folder, destination, processes):
+            ui.note(problem)
         ui.outcome(record)
         return outcome_of(record, destination)
     finally:
@@ -254,9 +256,20 @@ class _LocalJob:
         )
 
 
-def _bring_home(folder: Path, destination: Path, processes: int) -> None:
+def _bring_home(folder: Path, destination: Path, processes: int) -> list[str]:
+    """Copy the output files of all ranks; return what could not come and why."""
+    problems = []
     for rank in range(processes):
         source = folder / "out" / f"rank{rank}"
         target = destination if rank == 0 else destination / f"rank{rank}"
         if source.is_dir() and any(source.iterdir()):
-            shutil.copytree(source, target, dirs_exist_ok=True)
+            try:
+                shutil.copytree(source, target, dirs_exist_ok=True)
+            except shutil.Error as e:  # pipes, dangling links; everything else has been copied
+                problems += [
+                    f"rank {rank}: {os.path.relpath(path, source)!r} did not come home: {why}"
+                    for path, _, why in e.args[0]
+                ]
+    if (more := len(problems) - STAYED_SHOWN) > 0:
+        problems[STAYED_SHOWN:] = [f"{more} more did not come home"]
+    return problems

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from gpulayer_mesh.core.jobspec import JOB_ID_CHARS, JobKind
 from gpulayer_mesh.errors import ConfigError, NotAllowedError, TransportError
 
-from gpulayer import launcher
+from gpulayer import launcher, localjob
 
 TELL = """
 import json, os, sys
@@ -110,6 +111,19 @@ def test_impossible_input_is_refused_before_any_plan(field: str, value: object, 
             argv=("x",), python=True, kind=JobKind.COMMAND, name="x", root=Path(), **fields
         )
     assert caught.value.message.startswith(words)
+
+
+def test_local_job_names_what_cannot_be_copied_and_copies_the_rest(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"out/rank{rank}").mkdir(parents=True)
+        (tmp_path / f"out/rank{rank}/kept").touch()
+    os.mkfifo(tmp_path / "out/rank1/pipe")
+    home = tmp_path / "home"
+    (problem,) = localjob._bring_home(tmp_path, home, 2)
+    assert problem.startswith("rank 1: 'pipe' did not come home: ")
+    assert "named pipe" in problem
+    assert (home / "kept").exists()
+    assert (home / "rank1/kept").exists()
 
 
 def test_job_ids_are_random_and_of_the_alphabet() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import quote
 
 from gpulayer_mesh.core import wire
-from gpulayer_mesh.core.jobspec import JobRecord, JobSpec, OutputFile
+from gpulayer_mesh.core.jobspec import JobRecord, JobSpec, OutputFile, Outputs
 from gpulayer_mesh.core.logrecord import LogRecord, RecordParser
 from gpulayer_mesh.core.types import Address, Addresses, NodeId, Snapshot
 from gpulayer_mesh.errors import (
@@ -396,17 +396,17 @@ class MeshClient:
             return self.decode_record(plain).ended_age_s is not None
         return False
 
-    async def outputs(self, record: JobRecord) -> list[tuple[NodeId, OutputFile]]:
-        """List the files that the reachable nodes of a job offer."""
+    async def outputs(self, record: JobRecord) -> list[tuple[NodeId, Outputs]]:
+        """List what the reachable nodes of a job have."""
         nodes = sorted({slot.node for slot in record.spec.slots})
 
-        async def of(node: NodeId) -> list[tuple[NodeId, OutputFile]]:
+        async def of(node: NodeId) -> tuple[NodeId, Outputs]:
             path = f"/v1/jobs/{record.spec.id}/files"
             plain = await self.call(node, "GET", path, deadline_s=120.0)  # hashes gigabytes
-            return [(node, wire.decode_as(OutputFile, one)) for one in plain]
+            return node, wire.decode_as(Outputs, plain)
 
         answers = await asyncio.gather(*(of(node) for node in nodes), return_exceptions=True)
-        return [one for files in answers if not isinstance(files, BaseException) for one in files]
+        return [one for one in answers if not isinstance(one, BaseException)]
 
     async def fetch(self, record: JobRecord, node: NodeId, file: OutputFile, dest: Path) -> None:
         """Bring one output file home: resumed where it broke off, verified, renamed into place.

@@ -12,7 +12,16 @@ from typing import cast
 
 import pytest
 from gpulayer_mesh.client import MeshClient
-from gpulayer_mesh.core.jobspec import JobKind, JobRecord, JobSpec, JobState, OutputFile, Slot
+from gpulayer_mesh.core.jobspec import (
+    JobKind,
+    JobRecord,
+    JobSpec,
+    JobState,
+    OutputFile,
+    Outputs,
+    Slot,
+    Stayed,
+)
 from gpulayer_mesh.core.logrecord import LogRecord, LogStream
 from gpulayer_mesh.core.types import Accelerator
 from gpulayer_mesh.errors import DiscoveryError, GpuLayerError, NotAllowedError, TransportError
@@ -60,10 +69,12 @@ class ScriptedClient:
         records: list[JobRecord | Exception] | None = None,
         lines: list[LogRecord | Exception] | None = None,
         files: list[tuple[str, OutputFile]] | None = None,
+        stayed: list[tuple[str, Outputs]] | None = None,
     ) -> None:
         self.records = records or [DONE]
         self.lines = lines or []
         self.files = files or []
+        self.stayed = stayed or []
         self.never_ends = False
         self.asked: list[frozenset[int] | None] = []
         self.fetching = 0
@@ -86,8 +97,8 @@ class ScriptedClient:
         if self.never_ends:
             await asyncio.Event().wait()
 
-    async def outputs(self, record: JobRecord) -> list[tuple[str, OutputFile]]:
-        return self.files
+    async def outputs(self, record: JobRecord) -> list[tuple[str, Outputs]]:
+        return [(node, Outputs((file,))) for node, file in self.files] + self.stayed
 
     async def fetch(self, record: JobRecord, node: str, file: OutputFile, dest: Path) -> None:
         self.fetching += 1
@@ -291,8 +302,8 @@ async def test_files_come_home_and_one_line_says_so(screen: Screen, tmp_path: Pa
     assert (dest / ".gpulayer-result" / "weights").exists()
     assert client.most_fetching <= jobs.FETCHES
     assert screen.err.getvalue().splitlines() == [
-        "gpulayer: a file did not come home: path '../evil' is not relative and plain "
-        "(no empty, '.' or '..' parts)",
+        "gpulayer: rank 1 on box-2: '../evil' did not come home: its path is not relative and "
+        "plain (no empty, '.' or '..' parts)",
         f"gpulayer: 20 files, 160 B -> {dest}",
     ]
 
@@ -307,6 +318,27 @@ async def test_file_that_cannot_come_is_named_and_the_others_come(
     assert f"gpulayer get {SPEC.id}" in caught.value.hint
     assert os.listdir(tmp_path) == ["good.bin"]
     assert "broken.bin did not come home: it arrived damaged" in screen.err.getvalue()
+
+
+async def test_what_stays_on_a_node_is_named_with_rank_and_reason(
+    screen: Screen, tmp_path: Path
+) -> None:
+    kept = (
+        Stayed(1, b"caf\xe9", "its name is not UTF-8"),
+        Stayed(2, "two\nlinés".encode(), "its name contains\na control character"),
+        Stayed(0, b"forged", "rank 0 runs elsewhere"),
+        *(Stayed(1, b"%d" % i, "it is a symbolic link") for i in range(9)),
+    )
+    client = ScriptedClient(stayed=[(B, Outputs((), kept, 5))])
+    assert await jobs.collect(scripted(client), DONE, tmp_path, screen.ui) == []
+    said = screen.err.getvalue().splitlines()
+    assert said[:2] == [
+        "gpulayer: rank 1 on box-2: b'caf\\xe9' did not come home: its name is not UTF-8",
+        "gpulayer: rank 2 on box-2: 'two\\nlinés' did not come home: "
+        "its name contains a control character",
+    ]
+    assert len(said) == jobs.STAYED_SHOWN + 1
+    assert said[-1] == "gpulayer: 6 more did not come home"
 
 
 async def test_one_folder_can_be_asked_for(screen: Screen, tmp_path: Path) -> None:

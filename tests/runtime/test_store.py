@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from gpulayer_mesh.core.jobspec import Outputs, Stayed
 from gpulayer_mesh.core.manifest import CHUNK_BYTES, Entry, EntryKind, Manifest
 from gpulayer_mesh.errors import BundleError, GpuLayerError, NotFoundError, RemoteProtocolError
 from gpulayer_mesh.runtime import store as store_module
@@ -278,7 +279,7 @@ def job_dir(tmp_path: Path) -> Path:
 
 
 def listed(job_dir: Path, *shipped: Entry) -> list[tuple[str, int, str, bytes]]:
-    found = ChunkStore.scan_outputs(job_dir, manifest_of(*shipped), 4)
+    found = ChunkStore.scan_outputs(job_dir, manifest_of(*shipped), 4).files
     for file in found:
         with open(ChunkStore.open_output(job_dir, file.area, file.rank, file.path), "rb") as opened:
             data = opened.read()
@@ -310,7 +311,6 @@ def test_links_pipes_sockets_and_nameless_files_stay(
     job_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     out = job_dir / "out/rank4"
     secret = tmp_path / "secret"
@@ -323,10 +323,32 @@ def test_links_pipes_sockets_and_nameless_files_stay(
         monkeypatch.chdir(out)  # the path of a socket may have 104 bytes on macOS
         listener.bind("socket")
     (out / "ok").write_bytes(b"ok")
+    (out / "two\nlines").touch()
+    (job_dir / "work/latest").symlink_to("same.py")
+    expected = [
+        Stayed(4, b"folder", "it is a symbolic link"),
+        Stayed(4, b"link", "it is a symbolic link"),
+        Stayed(4, b"pipe", "it is a named pipe"),
+        Stayed(4, b"socket", "it is a socket"),
+        Stayed(4, b"two\nlines", "its name contains a control character"),
+        Stayed(4, b"latest", "it is a symbolic link"),
+    ]
     if sys.platform == "linux":  # macOS refuses such a name itself
         (out / "\udcff").touch()
+        expected.insert(5, Stayed(4, b"\xff", "its name is not UTF-8"))
     assert listed(job_dir) == [("out", 4, "ok", sha(b"ok"))]
-    assert ("cannot be named" in caplog.text) == (sys.platform == "linux")
+    found = ChunkStore.scan_outputs(job_dir, Manifest(), 4)
+    assert (list(found.stayed), found.more) == (expected, 0)
+
+
+def test_what_stays_is_named_to_a_limit_and_counted_beyond_it(
+    job_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "STAYED_MAX", 2)
+    for name in "abcd":
+        (job_dir / "out/rank4" / name).symlink_to("x")
+    found = ChunkStore.scan_outputs(job_dir, Manifest(), 4)
+    assert ([one.path for one in found.stayed], found.more) == ([b"a", b"b"], 2)
 
 
 @pytest.mark.parametrize(
@@ -365,15 +387,16 @@ def test_area_outside_the_job_cannot_be_opened(job_dir: Path) -> None:
             ChunkStore.open_output(job_dir, area, rank, "f")
 
 
-def test_output_list_is_limited(
-    job_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_output_list_is_limited(job_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "OUTPUTS_MAX", 3)
     for i in range(5):
         (job_dir / f"out/rank4/{i}").write_bytes(b"")
     assert [path for _, _, path, _ in listed(job_dir)] == ["0", "1", "2"]
-    assert "more than 3 output files" in caplog.text
+    assert ChunkStore.scan_outputs(job_dir, Manifest(), 4).stayed == (
+        Stayed(4, b"3", "there are more than 3 files"),
+        Stayed(4, b"4", "there are more than 3 files"),
+    )
 
 
 def test_job_without_outputs_lists_none(tmp_path: Path) -> None:
-    assert ChunkStore.scan_outputs(tmp_path / "none", Manifest(), 0) == []
+    assert ChunkStore.scan_outputs(tmp_path / "none", Manifest(), 0) == Outputs()

@@ -17,6 +17,8 @@ from gpulayer_mesh.core.types import Accelerator, Address, Name, NodeId, Port, S
 JobId = Annotated[str, Meta(pattern="^[0-9a-hjkmnp-tv-z]{10}$")]
 JOB_ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 JOB_ID_CHARS = 10
+OUTPUTS_MAX = 100_000  # files listed per node; a list of them is 20 MB on the wire
+STAYED_MAX = 100  # named per node; nobody reads on, and the rest is counted
 EnvMap = dict[
     Annotated[str, Meta(min_length=1, max_length=256)], Annotated[str, Meta(max_length=128 * 1024)]
 ]
@@ -165,6 +167,24 @@ class OutputFile:
     path: RelPath
     size: Annotated[int, Meta(ge=0)]
     sha256: Sha256
+
+
+@dataclass(frozen=True, slots=True)
+class Stayed:
+    """Something a job has made that cannot come home."""
+
+    rank: int  # as in OutputFile
+    path: Annotated[bytes, Meta(max_length=1024)]  # as on disk, perhaps no text; longer ones cut
+    reason: Text
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What a job has made on one node."""
+
+    files: Annotated[tuple[OutputFile, ...], Meta(max_length=OUTPUTS_MAX)] = ()
+    stayed: Annotated[tuple[Stayed, ...], Meta(max_length=STAYED_MAX)] = ()
+    more: Annotated[int, Meta(ge=0)] = 0  # of the latter, beyond those named
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from gpulayer_mesh.core.jobspec import (
     HostReport,
     JobRecord,
     JobSpec,
-    OutputFile,
+    Outputs,
 )
 from gpulayer_mesh.core.manifest import CHUNK_BYTES, check_path, open_manifest
 from gpulayer_mesh.core.types import NodeId, Role
@@ -292,11 +292,11 @@ class JobDoor:
         async for data in self._site.shims.follow_logs(one.path, ranks, start, follow=follow):
             yield data
 
-    async def files(self, request: DoorRequest) -> list[OutputFile]:
+    async def files(self, request: DoorRequest) -> Outputs:
         """List what the job has made on this node."""
         one = self._readable(request)
         if one.manifest is None:
-            return []
+            return Outputs()
         scan = self._site.store.scan_outputs
         return await asyncio.to_thread(scan, one.path, one.manifest, one.first_rank)
 

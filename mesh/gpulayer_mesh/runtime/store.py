@@ -17,10 +17,11 @@ import os
 import shutil
 import stat
 import tempfile
+import unicodedata
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
-from gpulayer_mesh.core.jobspec import OutputFile
+from gpulayer_mesh.core.jobspec import OUTPUTS_MAX, STAYED_MAX, OutputFile, Outputs, Stayed
 from gpulayer_mesh.core.manifest import (
     CHUNK_BYTES,
     PATH_MAX,
@@ -35,11 +36,15 @@ from gpulayer_mesh.errors import BundleError, GpuLayerError, NotFoundError, Remo
 log = logging.getLogger("gpulayer.store")
 
 QUOTA_BYTES = 10 * 1024**3  # five of the largest bundles; more saves uploads, costs disk
-OUTPUTS_MAX = 100_000  # files listed per node; a list of them is 20 MB on the wire
 # A job may not fill the disk: a tenth of it stays free, but not more than this on large ones.
 RESERVE_BYTES = 5 * 1024**3
 
 _READ_BYTES = 1024 * 1024
+_KINDS = (
+    (stat.S_ISLNK, "it is a symbolic link"),
+    (stat.S_ISFIFO, "it is a named pipe"),
+    (stat.S_ISSOCK, "it is a socket"),
+)
 _DIR = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -206,30 +211,42 @@ class ChunkStore:
     # Static, so that whoever was given a store needs no import of this module.
 
     @staticmethod
-    def scan_outputs(job_dir: Path, manifest: Manifest, first_rank: int) -> list[OutputFile]:
+    def scan_outputs(job_dir: Path, manifest: Manifest, first_rank: int) -> Outputs:
         """List what a job has made here: `out/rank<k>/`, and new or changed files of `work/`.
 
-        Hashes every file listed. Links, devices, sockets, compiled Python and names that are no
-        text stay out; so does what exceeds 100,000 files, with a warning.
+        Hashes every file listed. Links, devices, sockets, names that are no text and what exceeds
+        100,000 files stay, with the reason; compiled Python does so without a word.
         """
         shipped = {entry.path: entry for entry in manifest.entries}
         found: list[OutputFile] = []
-        for area, rank, path in _candidates(job_dir, first_rank):
-            if len(found) >= OUTPUTS_MAX:
-                log.warning("%s has more than %d output files", job_dir.name, OUTPUTS_MAX)
-                break
+        stayed: list[Stayed] = []
+        more = 0
+
+        def stay(rank: int, path: str, problem: str) -> None:
+            nonlocal more
+            if len(stayed) < STAYED_MAX:
+                stayed.append(Stayed(rank, os.fsencode(path)[:PATH_MAX], problem))
+            else:
+                more += 1
+
+        for area, rank, path, problem in _candidates(job_dir, first_rank):
+            if problem or len(found) >= OUTPUTS_MAX:
+                stay(rank, path, problem or f"there are more than {OUTPUTS_MAX} files")
+                continue
             try:
                 with open(ChunkStore.open_output(job_dir, area, rank, path), "rb") as file:
                     digest, size = hashlib.sha256(), 0
                     while data := file.read(_READ_BYTES):
                         digest.update(data)
                         size += len(data)
-            except (OSError, NotFoundError):
-                continue  # gone or unreadable by now; the job may still run
+            except (OSError, NotFoundError) as e:
+                if not isinstance(e.__cause__, FileNotFoundError):  # the job may still run
+                    stay(rank, path, "the agent cannot read it")
+                continue
             known = shipped.get(path) if area == "work" else None
             if known is None or known.sha256 != digest.digest():
                 found.append(OutputFile(area, rank, path, size, digest.digest()))
-        return found
+        return Outputs(tuple(found), tuple(stayed), more)
 
     @staticmethod
     def open_output(job_dir: Path, area: str, rank: int, path: str) -> int:
@@ -296,38 +313,62 @@ def _area_dir(job_dir: Path, area: str, rank: int) -> Path:
     return job_dir / "out" / f"rank{rank}" if area == "out" else job_dir / "work"
 
 
-def _candidates(job_dir: Path, first_rank: int) -> Iterator[tuple[str, int, str]]:
+def _candidates(job_dir: Path, first_rank: int) -> Iterator[tuple[str, int, str, str]]:
+    """Yield area, rank, path, and why it must stay ("": it need not)."""
     with contextlib.suppress(FileNotFoundError):
         names = [name[4:] for name in os.listdir(job_dir / "out") if name.startswith("rank")]
         for rank in sorted(int(name) for name in names if name.isdecimal()):
-            for path in _regular_files(_area_dir(job_dir, "out", rank)):
-                yield "out", rank, path
-    for path in _regular_files(job_dir / "work"):
+            for path, problem in _walk(_area_dir(job_dir, "out", rank)):
+                yield "out", rank, path, problem
+    for path, problem in _walk(job_dir / "work"):
         if "__pycache__" not in path.split("/") and not path.endswith(".pyc"):
-            yield "work", first_rank, path
+            yield "work", first_rank, path, problem
 
 
-def _regular_files(root: Path) -> Iterator[str]:
-    """Yield the relative paths of all regular files that can be named on the wire, sorted."""
+def _walk(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield the relative paths of everything but folders, sorted, and why it must stay.
+
+    A folder that cannot be read or named on the wire is yielded itself.
+    """
     pending = [""]
     while pending:
         folder = pending.pop()
         try:
             with os.scandir(os.path.join(root, folder)) as listing:
                 entries = sorted(listing, key=lambda entry: entry.name)
+        except FileNotFoundError:
+            continue
         except OSError:
+            yield folder, "the agent cannot read it"
             continue
         folders = []
         for entry in entries:
             path = f"{folder}/{entry.name}" if folder else entry.name
-            try:
-                fits = len(path.encode()) <= PATH_MAX
-            except UnicodeEncodeError:
-                fits = False
-            if not fits:
-                log.warning("output %r cannot be named and stays here", path[-200:])
+            if problem := _unnameable(path):
+                yield path, problem
             elif entry.is_dir(follow_symlinks=False):
                 folders.append(path)
             elif entry.is_file(follow_symlinks=False):
-                yield path
+                yield path, ""
+            else:
+                yield path, _kind(entry)
         pending += reversed(folders)
+
+
+def _unnameable(path: str) -> str:
+    try:
+        raw = path.encode()
+    except UnicodeEncodeError:
+        return "its name is not UTF-8"
+    if len(raw) > PATH_MAX:
+        return f"its path is longer than {PATH_MAX} bytes"
+    if any(unicodedata.category(char) == "Cc" for char in path):
+        return "its name contains a control character"
+    return ""
+
+
+def _kind(entry: os.DirEntry[str]) -> str:
+    with contextlib.suppress(OSError):
+        mode = entry.stat(follow_symlinks=False).st_mode
+        return next((words for test, words in _KINDS if test(mode)), "it is a device")
+    return "it is gone"
