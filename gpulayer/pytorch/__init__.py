@@ -11,18 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpulayer.pytorch.callback import Callback
+    from gpulayer.pytorch.early_stopping import EarlyStopping
     from gpulayer.pytorch.launching import is_launcher_process, launch
+    from gpulayer.pytorch.lr_monitor import LearningRateMonitor
     from gpulayer.pytorch.module import Module
     from gpulayer.pytorch.runtime import Runtime
     from gpulayer.pytorch.seeding import seed_everything
+    from gpulayer.pytorch.timer import Timer
     from gpulayer.pytorch.trainer import Trainer
 
 # No module may be called like one of these names: an imported submodule becomes an attribute of the
 # package and would hide the function.
 _HOME = {
     "Callback": "callback",
+    "EarlyStopping": "early_stopping",
+    "LearningRateMonitor": "lr_monitor",
     "Module": "module",
     "Runtime": "runtime",
+    "Timer": "timer",
     "Trainer": "trainer",
     "is_launcher_process": "launching",
     "launch": "launching",
@@ -31,8 +37,11 @@ _HOME = {
 
 __all__ = [
     "Callback",
+    "EarlyStopping",
+    "LearningRateMonitor",
     "Module",
     "Runtime",
+    "Timer",
     "Trainer",
     "is_launcher_process",
     "launch",

@@ -5,7 +5,9 @@ Pure: values in, values out. The type of a number decides its meaning: 1 is one 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 from gpulayer_mesh.errors import ConfigError
@@ -55,22 +57,42 @@ def at_least(name: str, value: Any, least: int) -> int:
     raise ArgumentError(f"{name} must be an int >= {least}, got {value!r}")
 
 
+def duration(name: str, value: Any) -> timedelta:
+    """Return a time given as "DD:HH:MM:SS", as a timedelta or as a dict of its arguments."""
+    if isinstance(value, timedelta):
+        return value
+    if isinstance(value, dict):
+        return timedelta(**value)
+    if isinstance(value, str):
+        fields = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", value.strip())
+        if fields is not None:
+            days, hours, minutes, seconds = (int(field) for field in fields.groups())
+            return timedelta(days, hours=hours, minutes=minutes, seconds=seconds)
+    raise ArgumentError(
+        f'{name} must be "DD:HH:MM:SS", a timedelta or a dict of its arguments, got {value!r}'
+    )
+
+
 def val_interval(
-    interval: float | None, every_n_epoch: int | None
-) -> tuple[int | float, int | None]:
+    interval: Any, every_n_epoch: int | None
+) -> tuple[int | float | timedelta, int | None]:
     """Check `val_check_interval` and `check_val_every_n_epoch` together."""
     if every_n_epoch is None and isinstance(interval, float):
         raise ArgumentError(
             f"val_check_interval={interval} is a fraction of an epoch, but "
             "check_val_every_n_epoch=None counts batches across epochs",
-            hint="give val_check_interval as an int",
+            hint="give val_check_interval as an int or a time",
         )
     if every_n_epoch is not None:
         at_least("check_val_every_n_epoch", every_n_epoch, 1)
     if interval is None:
         return 1.0, every_n_epoch
+    if isinstance(interval, str | dict | timedelta):
+        return duration("val_check_interval", interval), every_n_epoch
     if isinstance(interval, bool) or not isinstance(interval, int | float):
-        raise ArgumentError(f"val_check_interval must be an int or a float, got {interval!r}")
+        raise ArgumentError(
+            f"val_check_interval must be an int, a float or a time, got {interval!r}"
+        )
     if (isinstance(interval, int) and interval >= 1) or (
         isinstance(interval, float) and 0.0 <= interval <= 1.0
     ):

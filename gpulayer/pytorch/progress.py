@@ -65,6 +65,10 @@ class Progress:
             shown = [f"{name} {value:.4g}" for name, value in values.items()]
             self._print("  ".join(which + shown), stays=True)
 
+    def line(self, text: str) -> None:
+        """Print a line of its own."""
+        self._print(text, stays=True)
+
     def _print(self, line: str, *, stays: bool) -> None:
         if self._live:
             padded = line.ljust(self._width)

@@ -21,6 +21,7 @@ from gpulayer.pytorch.loop import FitLoop, StepForward, fit_batches
 from gpulayer.pytorch.module import Module, overridden
 from gpulayer.pytorch.prediction import Prediction
 from gpulayer.pytorch.runtime import Runtime
+from gpulayer.pytorch.timer import Timer
 
 if TYPE_CHECKING:
     from gpulayer.pytorch.trainer import Trainer
@@ -200,7 +201,8 @@ def _limits(trainer: Trainer) -> None:
     if trainer.min_epochs is None and trainer.min_steps is not None:
         trainer._min_epochs = 1
     trainer._max_epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
-    if trainer.max_epochs is None and trainer.max_steps == -1:
+    timed = any(isinstance(one, Timer) for one in trainer.callbacks)
+    if trainer.max_epochs is None and trainer.max_steps == -1 and not timed:
         warnings.warn(
             f"neither max_epochs nor max_steps is given: training ends after "
             f"{_DEFAULT_EPOCHS} epochs; max_epochs=-1 never ends",

@@ -7,7 +7,9 @@ runs in `calls`.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from gpulayer.pytorch.optimizers import SchedulerConfig
 from gpulayer.pytorch.progress import Progress
 from gpulayer.pytorch.runtime import Runtime
 
+from gpulayer.pytorch.timer import Timer
 _LOGS = "gpulayer_logs"
 _STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true")
 
@@ -48,10 +51,12 @@ class Trainer:
         stop_grace_s: what ranks elsewhere get to end after Ctrl-C.
         max_epochs, min_epochs, max_steps, min_steps: limits; steps are optimizer steps, -1 is none.
         callbacks: one `Callback` or a list of them.
+        max_time: "DD:HH:MM:SS", a timedelta or a dict of its arguments: adds a `Timer`.
         limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: an int
             counts batches per loader and rank, a float is a fraction: 1 is one batch, 1.0 is
             everything.
-        val_check_interval: validate every so many batches (int), or this fraction of an epoch.
+        val_check_interval: validate every so many batches (int), at this fraction of an epoch, or
+            when this time has passed since the last validation (the forms of `max_time`).
         check_val_every_n_epoch: only in such epochs; None counts batches across epochs.
         fast_dev_run: a trial run of this many batches (True: one): one epoch, validation included,
             no sanity check, nothing written.
@@ -86,10 +91,11 @@ class Trainer:
         max_steps: int = -1,
         min_steps: int | None = None,
         limit_train_batches: float | None = None,
+        max_time: str | timedelta | dict[str, Any] | None = None,
         limit_val_batches: float | None = None,
         limit_test_batches: float | None = None,
         limit_predict_batches: float | None = None,
-        val_check_interval: float | None = None,
+        val_check_interval: float | str | timedelta | dict[str, Any] | None = None,
         check_val_every_n_epoch: int | None = 1,
         num_sanity_val_steps: int = 2,
         fast_dev_run: int | bool = False,
@@ -150,7 +156,8 @@ class Trainer:
         self.use_distributed_sampler = use_distributed_sampler
         self.fast_dev_run = fast_dev_run
         self._progress = Progress() if enable_progress_bar else None
-        self._logs = logger
+        self._logger = logger
+        self._logs = logger  # not in a trial run
         if fast_dev_run:
             batches = arguments.at_least("fast_dev_run", int(fast_dev_run), 1)
             self.limit_train_batches = self.limit_val_batches = batches
@@ -162,7 +169,7 @@ class Trainer:
         self._file: MetricsFile | None = None
         self._log_dir: Path | None = None
 
-        self.callbacks = ordered(_callbacks(callbacks))
+        self.callbacks = ordered(_with_timer(_callbacks(callbacks), max_time))
 
         self.stage: str | None = None  # "fit", "validate", "test", "predict" while such a call runs
         self.should_stop = False
@@ -376,6 +383,10 @@ class Trainer:
 
     def _show(self, stage: str, found: Outputs) -> None:
         if self._progress is not None and self.is_global_zero:
+    def _say(self, line: str) -> None:
+        """Print what a callback has to say."""
+        (self._progress or Progress()).line(line)
+
             self._progress.evaluated(stage, found)
 
     def _progress_epoch_start(self) -> None:
@@ -512,3 +523,13 @@ def _with_those_of(model: Module, own: list[Callback]) -> list[Callback]:
     found = _callbacks(model.configure_callbacks())
     classes = {type(one) for one in found}
     return [one for one in own if type(one) not in classes] + found
+def _with_timer(found: list[Callback], max_time: Any) -> list[Callback]:
+    """Add the Timer of `max_time`, unless there is one."""
+    if max_time is None:
+        return found
+    if any(isinstance(one, Timer) for one in found):
+        warnings.warn("max_time is ignored: callbacks hold a Timer", stacklevel=3)
+        return found
+    return [*found, Timer(arguments.duration("max_time", max_time))]
+
+
