@@ -33,7 +33,7 @@ from gpulayer_mesh.core.manifest import (
 )
 from gpulayer_mesh.errors import BundleError
 
-from gpulayer.ignore import IGNORE_FILE, Skipped, Walk
+from gpulayer.ignore import IGNORE_FILE, UNREADABLE_HINT, Skipped, Walk
 
 SOFT_LIMIT = 100 * 1000 * 1000  # bytes; more is rarely source, and takes 10 s on 100 Mbit/s
 MANY_FILES = 10_000  # a warning: this is a data set more often than source
@@ -214,7 +214,7 @@ def _stat(path: Path) -> os.stat_result:
     try:
         found = path.stat()
     except OSError as e:
-        raise BundleError(f"cannot read {str(path)!r}: {e.strerror}") from e
+        raise BundleError(f"cannot read {str(path)!r}: {e.strerror}", hint=UNREADABLE_HINT) from e
     if not stat.S_ISREG(found.st_mode):
         raise BundleError(f"{str(path)!r} is not a regular file")
     return found
@@ -243,7 +243,9 @@ def _hash(
                     chunks.setdefault(digest, (path, offset, len(data)))
                     offset += len(data)
         except OSError as e:
-            raise BundleError(f"cannot read {str(path)!r}: {e.strerror}") from e
+            raise BundleError(
+                f"cannot read {str(path)!r}: {e.strerror}", hint=UNREADABLE_HINT
+            ) from e
         after = _stat(path)
         if offset != before.st_size or _identity(before) != _identity(after):
             raise BundleError(
@@ -308,7 +310,9 @@ def scan(bundle: Bundle, argv: Sequence[str], cwd: str = "") -> Scan:
         reason = bundle.why_skipped(script)
         raise BundleError(
             f"script {script!r} is " + (f"skipped ({reason})" if reason else "not in the folder"),
-            hint=f"add '!{script}' to {IGNORE_FILE}" if reason else None,
+            hint=f"add '!{script}' to {IGNORE_FILE}"
+            if reason
+            else f"the folder is {str(bundle.root)!r}: is the name right, and the script in it?",
         )
     return _follow(bundle, root, script, cwd)
 

@@ -24,6 +24,9 @@ IGNORE_FILE_MAX = 1024 * 1024  # bytes; larger is not a list of patterns
 MEASURE_MAX = 20_000  # entries looked at to tell the size of what was skipped
 
 IGNORE_FILE = ".gpulayerignore"
+UNREADABLE_HINT = (
+    f"make it readable, or name it in the {IGNORE_FILE} of the folder that the job starts in"
+)
 # Never shipped, whatever any rule says.
 _NEVER = {
     ".git": "git",
@@ -132,7 +135,7 @@ class _Rules:
             lines = path.read_text("utf-8", "surrogateescape").split("\n")
             patterns = _Patterns(line.removesuffix("\r") for line in lines)
         except (OSError, ValueError) as e:
-            raise BundleError(f"cannot use {str(path)!r}: {e}") from e
+            raise BundleError(f"cannot use {str(path)!r}: {e}", hint=UNREADABLE_HINT) from e
         return _Rules(self._name, ((prefix, patterns), *self._levels))
 
     @property
@@ -171,13 +174,15 @@ class Walk:
         self, folder: Path, prefix: str, git: _Rules | None, ours: _Rules, ignored: bool
     ) -> None:
         """Walk one folder; `ignored`: git ignores it, only what is brought back counts."""
-        if git is not None:
-            git = git.enter(folder, prefix)
-        ours = ours.enter(folder, prefix)
         try:
             entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
         except OSError as e:
-            raise BundleError(f"cannot read {str(folder)!r}: {e.strerror}") from e
+            raise BundleError(
+                f"cannot read {str(folder)!r}: {e.strerror}", hint=UNREADABLE_HINT
+            ) from e
+        if git is not None:
+            git = git.enter(folder, prefix)
+        ours = ours.enter(folder, prefix)
         if prefix and git is None and not ignored and any(e.name == ".git" for e in entries):
             self._ask_git(folder, prefix)  # a submodule or nested repository has its own rules
         before = self._found()

@@ -268,22 +268,31 @@ class _Packed:
 def _pack(request: JobRequest) -> _Packed:
     from gpulayer.bundle import Scan, pack, scan
 
-    if request.root == Path.home():
-        # Somebody's mail and keys: never shipped because a command was typed there.
+    if where := _never_shipped(request.root):
         if request.python and not request.argv[0].startswith("-"):
             raise BundleError(
-                f"{request.name} lies in your home folder, which is never shipped as a whole",
+                f"{request.name} lies in {where}, which is never shipped as a whole",
                 hint="move it into a folder of its own and run it there",
             )
         with tempfile.TemporaryDirectory() as nothing:
             return _Packed(
                 pack(Path(nothing), extra_files=request.extra_files),
-                Scan((), ("your home folder is not shipped; the job starts in an empty one",)),
+                Scan((), (f"{where} is not shipped; the job starts in an empty folder",)),
             )
     bundle = pack(request.root, extra_files=request.extra_files)
     if not request.python:
         return _Packed(bundle, Scan((), ()))
     return _Packed(bundle, scan(bundle, request.argv, request.cwd))
+
+
+def _never_shipped(root: Path) -> str | None:
+    """Return what a folder is called that holds somebody's mail and keys, or the whole system:
+    it does not travel because a command was typed there."""
+    root, home = root.resolve(), Path.home().resolve()
+    if root == home:
+        return "your home folder"
+    above = home.is_relative_to(root) or root == Path(root.anchor)
+    return f"{str(root)!r} with your home folder in it" if above else None
 
 
 async def _place(

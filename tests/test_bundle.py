@@ -448,3 +448,29 @@ def test_script_with_a_syntax_error_is_left_to_the_interpreter(tree: Tree) -> No
 )
 def test_human_sizes(size: int, text: str) -> None:
     assert human(size) == text
+
+
+def test_unreadable_folder_is_named_with_what_to_do(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tree({"train.py": "", "private/x": ""})
+    scandir = os.scandir
+
+    def refuse(folder: Path) -> object:
+        if Path(folder).name == "private":
+            raise PermissionError(13, "Permission denied", str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(BundleError, match=r"cannot read .*private': Permission") as caught:
+        pack(root)
+    assert ".gpulayerignore" in (caught.value.hint or "")
+    (root / ".gpulayerignore").write_text("private/\n")
+    assert pack(root).files == 2
+
+
+def test_script_that_is_not_there_names_the_folder_that_was_searched(tree: Tree) -> None:
+    root = tree({"train.py": ""})
+    with pytest.raises(BundleError, match=r"script 'nope\.py' is not in the folder") as caught:
+        scan(pack(root), ["nope.py"])
+    assert repr(str(root)) in (caught.value.hint or "")

@@ -7,13 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from gpulayer_mesh.core.jobspec import JOB_ID_CHARS, JobKind
-from gpulayer_mesh.errors import ConfigError, NotAllowedError, TransportError
+from gpulayer_mesh.errors import BundleError, ConfigError, NotAllowedError, TransportError
 
 from gpulayer import launcher, localjob
 
@@ -124,6 +125,34 @@ def test_local_job_names_what_cannot_be_copied_and_copies_the_rest(tmp_path: Pat
     assert "named pipe" in problem
     assert (home / "kept").exists()
     assert (home / "rank1/kept").exists()
+
+
+@pytest.mark.parametrize("shown", ["home", "above", "root"])
+def test_home_and_what_holds_it_are_never_shipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: str
+) -> None:
+    home = tmp_path / "above" / "home"
+    home.mkdir(parents=True)
+    (home / "mail").touch()
+    (tmp_path / "link").symlink_to(home)
+    monkeypatch.setenv("HOME", str(tmp_path / "link"))
+    root, words = {
+        "home": (home, "your home folder"),
+        "above": (home.parent, f"'{home.parent}' with your home folder in it"),
+        "root": (Path("/"), "'/' with your home folder in it"),
+    }[shown]
+    request = launcher.JobRequest(
+        argv=("hostname",), python=False, kind=JobKind.COMMAND, name="hostname", root=root
+    )
+    packed = launcher._pack(request)
+    assert packed.bundle.files == 0
+    assert packed.scan.notes == (f"{words} is not shipped; the job starts in an empty folder",)
+    script = replace(request, argv=("train.py",), python=True, name="train.py")
+    with pytest.raises(BundleError, match=r"train\.py lies in .*, which is never shipped"):
+        launcher._pack(script)
+    (home / "project").mkdir()
+    (home / "project" / "file").touch()
+    assert launcher._pack(replace(request, root=home / "project")).bundle.files == 1
 
 
 def test_job_ids_are_random_and_of_the_alphabet() -> None:
