@@ -1,0 +1,85 @@
+"""validate, test and predict on several ranks, and several calls of one script elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ranks import Ranks
+
+pytestmark = [pytest.mark.network, pytest.mark.slow]
+
+MODEL = """
+class Model(Net):
+    def step(self, name, batch):
+        # sums and counts of numbers that floats hold exactly: order cannot matter
+        self.log(f"{name}_mean", batch[1].mean(), sync_dist=True)
+        self.log(f"{name}_count", float(len(batch[1])), reduce_fx="sum", sync_dist=True)
+        self.log(f"{name}_largest", batch[1].max(), reduce_fx="max", sync_dist=True, on_step=True)
+
+    def validation_step(self, batch, batch_idx):
+        self.step("val", batch)
+
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
+        self.step("test", batch)
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return {"y": batch[1].flatten().tolist(), "at": (batch_idx, dataloader_idx)}
+
+def numbered(count, first=0):
+    return TensorDataset(torch.zeros(count, 4), torch.arange(first, first + count).float()[:, None])
+"""
+
+
+def test_each_sample_counts_once_on_uneven_ranks(tmp_path: Path) -> None:
+    body = MODEL + (
+        "model, used = Model(), trainer()\n"
+        "if RANK == 1:\n"
+        "    torch.nn.init.zeros_(model.layers[0].weight)\n"
+        "found = [used.validate(model, DataLoader(numbered(7), 2), verbose=False),\n"
+        "         used.test(model, [DataLoader(numbered(5), 2), DataLoader(numbered(1, 9), 2)],\n"
+        "                   verbose=False)]\n"
+        "shares = used.predict(model, DataLoader(numbered(5), 2))\n"
+        "equal = used.runtime.gather_text(str(model.layers[0].weight.sum().item()))\n"
+        "tell(found=found, shares=shares, equal=len(set(equal)), steps=used.global_step,\n"
+        "     on=used.callback_metrics.keys() == set())\n"
+    )
+    one = Ranks(tmp_path / "one", body, 1).check().told()
+    ranks = Ranks(tmp_path / "three", body, 3).check()
+    three = [ranks.told(rank) for rank in range(3)]
+    for told in three:
+        assert told["found"] == one["found"]
+        assert told["equal"] == 1  # a module that trains nothing is still rank 0's everywhere
+        assert told["steps"] == 0
+    assert one["found"][0] == [{"val_mean": 3.0, "val_count": 7.0, "val_largest_epoch": 6.0}]
+    # Each rank has its own share, r, r + 3, ..., nothing padded.
+    assert [sum((b["y"] for b in told["shares"]), []) for told in three] == [
+        [0.0, 3.0],
+        [1.0, 4.0],
+        [2.0],
+    ]
+
+
+def test_calls_of_one_script_on_two_devices_equal_those_in_one_process(tmp_path: Path) -> None:
+    body = MODEL + (
+        "DEVICES = int(sys.argv[1]) if len(sys.argv) > 1 else 2\n"
+        "if __name__ == '__main__':\n"
+        "    model, used = Model(), trainer(devices=DEVICES, max_epochs=1)\n"
+        "    log = []\n"
+        "    data = DataLoader(samples(16), 2 if DEVICES == 1 else 1, shuffle=False)\n"
+        "    log.append(used.validate(model, DataLoader(numbered(7), 2), verbose=False))\n"
+        "    used.fit(model, DataLoader(numbered(8), 8 // DEVICES))\n"
+        "    log.append(used.predict(model, [DataLoader(numbered(7), 2), DataLoader(numbered(1))]))\n"
+        "    log.append(used.test(model, DataLoader(numbered(5), 2), verbose=False))\n"
+        "    log.append(used.predict(model, DataLoader(numbered(3), 2), return_predictions=False))\n"
+        "    with open('between.txt', 'a') as file: file.write('once ')\n"
+        "    second = trainer(devices=DEVICES, max_epochs=1)\n"
+        "    second.fit(model, DataLoader(numbered(8), 8 // DEVICES))\n"
+        "    log.append([round(p.sum().item(), 4) for p in model.parameters()])\n"
+        "    log.append([used.global_step, used.current_epoch, second.global_step])\n"
+        "    tell(log=log)\n"
+    )
+    two = Ranks(tmp_path / "two", body, 1).check()
+    one = Ranks(tmp_path / "one", body.replace("else 2\n", "else 1\n"), 1).check()
+    assert two.told()["log"] == one.told()["log"]
+    assert (two.path / "between.txt").read_text() == "once "
