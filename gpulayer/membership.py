@@ -56,13 +56,15 @@ class Invitation:
 
     async def __aiter__(
         self,
-    ) -> AsyncIterator[RosterEntry | joining.TriedWrongly | joining.NotAdmitted]:
-        """Yield each new member, each wrong try, and who could not be admitted."""
+    ) -> AsyncIterator[
+        RosterEntry | joining.TriedWrongly | joining.NotAdmitted | joining.WasMember
+    ]:
+        """Yield each new member, each wrong try, and who was not or need not be admitted."""
         async for news in self._listener:
-            if isinstance(news, joining.TriedWrongly | joining.NotAdmitted):
-                yield news
-            else:
+            if isinstance(news, joining.Joined):
                 yield _mesh(self._home).book.members[news.request.node]
+            else:
+                yield news
 
 
 @asynccontextmanager
@@ -103,8 +105,9 @@ async def invitation(
         yield Invitation(home, listener)
 
 
-async def join(home: Path, line: str, name: str) -> tuple[RosterEntry, str]:
-    """Join with a pasted line; return our entry in the roster and the mesh id.
+async def join(home: Path, line: str, name: str) -> tuple[RosterEntry, str, bool]:
+    """Join with a pasted line; return our entry in the roster, the mesh id, and whether that
+    changed anything.
 
     Raises:
         JoinError: refused or not reached. ConfigError: this machine is in another mesh.
@@ -118,7 +121,7 @@ async def join(home: Path, line: str, name: str) -> tuple[RosterEntry, str]:
         )
     admission = await joining.join(line, key=identity.key, name=name)
     mesh = identities.save_membership(identity, admission)
-    return mesh.book.members[identity.node], mesh.mesh
+    return mesh.book.members[identity.node], mesh.mesh, admission.new
 
 
 async def remove(home: Path, ident: str) -> tuple[RosterEntry, Spread]:

@@ -38,7 +38,7 @@ def create(args: Namespace, ui: Ui) -> int:
 
 def invite(args: Namespace, ui: Ui) -> int:
     """Offer one line until it is used up, expires or Ctrl-C closes it."""
-    from gpulayer_mesh.runtime.joining import NotAdmitted, TriedWrongly
+    from gpulayer_mesh.runtime.joining import NotAdmitted, TriedWrongly, WasMember
 
     from gpulayer import membership
 
@@ -63,6 +63,9 @@ def invite(args: Namespace, ui: Ui) -> int:
                     continue
                 if isinstance(news, NotAdmitted):
                     ui.note(f"could not admit {news.request.name}: {news.error}")
+                    continue
+                if isinstance(news, WasMember):
+                    ui.note(f"{news.request.name} was a member already; that took no use")
                     continue
                 roles_of = "+".join(role.value for role in news.roles)
                 joined += 1
@@ -90,8 +93,12 @@ def join(args: Namespace, ui: Ui) -> int:
         if not line.strip():
             raise ConfigError("no line on stdin")
     name = check_name("--name", args.name or default_name())
-    us, mesh = asyncio.run(membership.join(env.home(), line, name))
-    ui.note(f"joined mesh {mesh[:8]} as {us.name!r}: {'+'.join(role.value for role in us.roles)}")
+    us, mesh, new = asyncio.run(membership.join(env.home(), line, name))
+    roles = "+".join(role.value for role in us.roles)
+    if not new:
+        ui.note(f"already a member of mesh {mesh[:8]} as {us.name!r}: {roles}; nothing changed")
+        return ExitCode.OK
+    ui.note(f"joined mesh {mesh[:8]} as {us.name!r}: {roles}")
     if Role.WORKER in us.roles:
         ui.note("start gpulayer-agent to take part in jobs")
     return ExitCode.OK

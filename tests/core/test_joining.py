@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -72,11 +73,12 @@ def refusal(effects: list[j.Effect]) -> str:
     return str(wire.unpack(reply.data)["refused"])
 
 
-def ceremony(host: j.Inviter, who: j.Joiner, attempt: int = 1) -> j.Admission:
+def ceremony(host: j.Inviter, who: j.Joiner, attempt: int = 1, *, new: bool = True) -> j.Admission:
     proof = who.prove(challenge(host, attempt, who))
     [admit] = host.handle(0.0, j.ProofReceived(attempt, proof))
     assert isinstance(admit, j.Admit)
-    effects = host.handle(0.0, j.Admitted(attempt, admission(admit.request)))
+    given = replace(admission(admit.request), new=new)
+    effects = host.handle(0.0, j.Admitted(attempt, given))
     assert isinstance(effects[0], j.Reply)
     host.check()
     return who.accept(effects[0].data)
@@ -178,6 +180,15 @@ def test_machine_that_comes_back_takes_no_second_use() -> None:
     ceremony(host, joiner(1), 1)
     ceremony(host, joiner(1), 2)
     assert host.uses_left == 0
+
+
+def test_machine_that_was_a_member_like_this_takes_no_use() -> None:
+    host = inviter(uses=1)
+    assert not ceremony(host, joiner(1), 1, new=False).new
+    assert (host.state, host.uses_left) == (j.InviteState.OPEN, 1)
+    assert ceremony(host, joiner(2), 2).new
+    ceremony(host, joiner(2), 3, new=False)  # its connection broke: the same machine, still one
+    assert (host.state, host.uses_left) == (j.InviteState.USED_UP, 0)
 
 
 def test_three_wrong_secrets_burn_the_invitation_for_the_right_one_too() -> None:

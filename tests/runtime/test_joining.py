@@ -22,9 +22,12 @@ from gpulayer_mesh.runtime.joining import (
     News,
     NotAdmitted,
     TriedWrongly,
+    WasMember,
     _throw_away_certificate,
     join,
 )
+
+from gpulayer import membership
 
 pytestmark = pytest.mark.network
 
@@ -110,6 +113,23 @@ async def test_machine_that_joins_again_keeps_one_entry(founder: Founder) -> Non
         await join(listener.line, key=key, name="box")
         await join(listener.line, key=key, name="box")
         assert listener.uses_left == 1
+    assert founder.names() == {"laptop", "box"}
+
+
+async def test_founder_with_its_own_line_is_told_and_takes_no_use(
+    founder: Founder, tmp_path: Path
+) -> None:
+    async with founder.invite() as listener:
+        line = listener.line
+        us, mesh, new = await membership.join(founder.identity.home, line, "laptop")
+        assert (us.name, mesh, new) == ("laptop", founder.mesh.mesh, False)
+        assert us.roles == tuple(Role)
+        assert listener.uses_left == 1
+        _, _, new = await membership.join(tmp_path / "box", line, "box")
+        assert new
+        known, joined = await all_news(listener)
+    assert isinstance(known, WasMember)
+    assert isinstance(joined, Joined)
     assert founder.names() == {"laptop", "box"}
 
 

@@ -203,6 +203,7 @@ class Admission:
     ca_certificate: Annotated[bytes, Meta(max_length=certificates.CERTIFICATE_MAX)]  # DER
     roster: Annotated[bytes, Meta(max_length=ROSTER_MAX)]  # signed
     peers: Annotated[dict[NodeId, Addresses], Meta(max_length=PEERS_MAX)]
+    new: bool = True  # False: the roster had it like this before, so no use was spent
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,7 +453,7 @@ class Inviter:
     """One invitation: `uses` machines, three wrong tries, ten minutes.
 
     A machine that comes back within the window (its connection broke after it was admitted) does
-    not take a second use.
+    not take a second use, and one that was a member like this before takes none.
 
     Args:
         channel: SHA-256 of the SubjectPublicKeyInfo of our listener's certificate.
@@ -571,7 +572,11 @@ class Inviter:
         attempt = self._attempts.pop(event.attempt, None)
         if attempt is None or not attempt.admitting:
             raise IllegalTransitionError("invitation", self.state, "Admitted", tuple(self.history))
-        self._admitted.add(attempt.request.node)
+        node = attempt.request.node
+        if event.admission.new:
+            self._admitted.add(node)
+        elif node not in self._admitted:
+            self.uses_left += 1
         if self.state is InviteState.OPEN and len(self._admitted) == self._uses:
             self.state = InviteState.USED_UP
         keys = attempt.keys

@@ -188,7 +188,8 @@ def admit(
         if signed != files.book.signed:
             _write(identity.home / "mesh" / "roster", signed)
     known = dict(list(peers.items())[:PEERS_MAX])
-    return Admission(der, files.ca_certificate, signed, known)
+    changed = signed != files.book.signed
+    return Admission(der, files.ca_certificate, signed, known, changed)
 
 
 def remove_member(identity: Identity, node: NodeId) -> RosterBook:

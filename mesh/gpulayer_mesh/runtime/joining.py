@@ -49,6 +49,13 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
+class WasMember:
+    """A machine had joined before, with these roles at least: nothing changed."""
+
+    request: core.JoinRequest
+
+
+@dataclass(frozen=True, slots=True)
 class NotAdmitted:
     """A machine had the right line, but we could not sign or save."""
 
@@ -64,7 +71,7 @@ class TriedWrongly:
     tries_left: int
 
 
-News = Joined | NotAdmitted | TriedWrongly
+News = Joined | WasMember | NotAdmitted | TriedWrongly
 
 
 class JoinListener:
@@ -233,7 +240,9 @@ class JoinListener:
         except (GpuLayerError, OSError) as e:
             news.append(NotAdmitted(effect.request, e))
             return self._inviter.handle(self._clock(), core.AdmitFailed(effect.attempt))
-        news.append(Joined(effect.request, admission))
+        news.append(
+            Joined(effect.request, admission) if admission.new else WasMember(effect.request)
+        )
         return self._inviter.handle(self._clock(), core.Admitted(effect.attempt, admission))
 
     def _tell(self, news: list[News | None]) -> None:
