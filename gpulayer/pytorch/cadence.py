@@ -9,7 +9,6 @@ after it. A single rank looks after every batch. Does not know what the time is 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -35,7 +34,7 @@ class Cadence:
     Ranks must ask together. `remaining` returns the seconds left; rank 0's count.
     """
 
-    def __init__(self, peers: Peers, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, peers: Peers, clock: Callable[[], float]) -> None:
         self._peers = peers
         self._clock = clock
         self._asked_s = clock()

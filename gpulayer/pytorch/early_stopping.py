@@ -215,6 +215,8 @@ def why_no_validation(trainer: Trainer, module: Module) -> str:
         return f"{type(module).__name__} defines no validation_step"
     if trainer.limit_val_batches == 0:
         return f"limit_val_batches={trainer.limit_val_batches} switches it off"
+    if trainer._loop is not None and trainer._loop.evaluation is None:
+        return "the fit has no validation loader"
     if every is not None and (trainer.current_epoch + 1) % every != 0:
         return f"check_val_every_n_epoch={every} puts the first one after {every} epochs"
     if trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps:
@@ -223,4 +225,4 @@ def why_no_validation(trainer: Trainer, module: Module) -> str:
         return f"val_check_interval={interval} has not passed yet"
     if every is None:
         return f"val_check_interval={interval} counts batches across epochs"
-    return "the fit has no validation loader or skipped the rest of its epoch"
+    return "the rest of the epoch was skipped"

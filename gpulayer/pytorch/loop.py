@@ -93,7 +93,9 @@ class FitLoop:
         # validation by time
         self._validated_s = 0.0
         self._val_cadence = (
-            Cadence(self._runtime) if isinstance(trainer.val_check_interval, timedelta) else None
+            Cadence(self._runtime, time.monotonic)
+            if isinstance(trainer.val_check_interval, timedelta)
+            else None
         )
         # the batch in hand
         self._batch_idx = -1

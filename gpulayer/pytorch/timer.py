@@ -91,7 +91,7 @@ class Timer(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: Module) -> None:
         self._said = False
         if self._duration_s is not None:
-            self._cadence = Cadence(trainer.runtime)
+            self._cadence = Cadence(trainer.runtime, time.monotonic)
             # The time may be up already, in what a checkpoint or an earlier fit brought.
             self._stop(trainer, self._cadence.now(self._left_s))
 
