@@ -7,6 +7,7 @@ watches. It does not know what a script does, nor how placement or an agent deci
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets as random_bytes
 import signal
@@ -90,7 +91,7 @@ class JobRequest:
         from gpulayer_mesh.core.placement import target_problem
 
         problems = []
-        if not self.argv:
+        if not self.argv or not (self.python or self.argv[0]):
             problems.append("no command given")
         if self.nodes < 1:
             problems.append(f"nodes must be at least 1, got {self.nodes}")
@@ -227,7 +228,11 @@ async def _run_job(request: JobRequest) -> JobOutcome:
     try:
         async with await MeshClient.connect(env.home()) as client:
             with interrupts:
-                placed = await _place(client, request, await packing, ui)
+                try:
+                    placed = await _place(client, request, await packing, ui)
+                except asyncio.CancelledError:
+                    ui.note("interrupted before the start: no job runs")
+                    raise
                 if placed is None:
                     return JobOutcome("", ExitCode.OK, None)
                 record, job = placed, placed.spec.id
@@ -351,6 +356,7 @@ async def _start(client: MeshClient, request: JobRequest, packed: _Packed, plan:
     path = f"/v1/jobs/{spec.id}"
     nodes = [slot.node for slot in spec.slots]
     signed = client.sign_spec(spec)
+    going = False
     try:
         await _on_all(
             spec,
@@ -358,11 +364,12 @@ async def _start(client: MeshClient, request: JobRequest, packed: _Packed, plan:
         )
         await _stage(client, spec, packed.bundle)
         order = await _preflight(client, spec, request.secrets)
+        going = True
         record = await client.call(nodes[0], "POST", f"{path}/go", order, deadline_s=RPC_S)
         return client.decode_record(record)
     except BaseException:
         # whatever broke, Ctrl-C included: no node keeps a lease for a job that will not start
-        await asyncio.shield(_release(client, spec))
+        await asyncio.shield(_release(client, spec, going=going))
         raise
 
 
@@ -414,7 +421,18 @@ def first_error(many: BaseExceptionGroup[BaseException]) -> BaseException:
     return (known or ours or flat)[0]
 
 
-async def _release(client: MeshClient, spec: JobSpec) -> None:
+async def _release(client: MeshClient, spec: JobSpec, *, going: bool) -> None:
+    """Give the reservations back.
+
+    Args:
+        going: the keeper may have the order to go, after which a release means nothing.
+    """
+    if going:
+        with contextlib.suppress(GpuLayerError):
+            order = {"grace_s": 0.0, "kill": True}
+            path = f"/v1/jobs/{spec.id}/stop"
+            await client.call(spec.slots[0].node, "POST", path, order, deadline_s=3.0)
+
     async def one(node: str) -> None:
         await client.call(node, "POST", f"/v1/jobs/{spec.id}/release", {}, deadline_s=3.0)
 

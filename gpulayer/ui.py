@@ -50,9 +50,9 @@ _NOTE = 3
 _RANK_COLOURS = (36, 32, 33, 34, 35, 96, 92, 93, 94, 95)
 # Wherever a mesh is missing, these are the ways to one.
 _NO_MESH_HINT = """\
-gpulayer mesh local --nodes 3 -- python train.py    (try it on this machine alone)
-gpulayer mesh create, then gpulayer mesh invite     (start a mesh here)
-gpulayer mesh join LINE                             (join one with its line)"""
+gpulayer mesh local -- COMMAND                     (try a command on this machine alone)
+gpulayer mesh create, then gpulayer mesh invite    (start a mesh here)
+gpulayer mesh join LINE                            (join one with its line)"""
 
 
 class Ui:
@@ -265,5 +265,7 @@ class Ui:
 def shown_path(path: Path) -> str:
     """Return `path` as the user would type it from here."""
     with contextlib.suppress(ValueError, OSError):
-        return str(path.relative_to(Path.cwd()))
+        here = Path.cwd()
+        # From / the short form of a path would only lack its slash, and hold nowhere else.
+        return str(path if here == Path(here.anchor) else path.relative_to(here))
     return str(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from gpulayer_mesh.client import MeshClient
 from gpulayer_mesh.core.jobspec import JOB_ID_CHARS, JobKind
 from gpulayer_mesh.errors import BundleError, ConfigError, NotAllowedError, TransportError
 
@@ -153,6 +155,43 @@ def test_home_and_what_holds_it_are_never_shipped(
     (home / "project").mkdir()
     (home / "project" / "file").touch()
     assert launcher._pack(replace(request, root=home / "project")).bundle.files == 1
+
+
+def test_interrupt_before_the_start_says_that_no_job_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    async def connect(home: Path) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    async def interrupted(*_: object) -> None:
+        raise asyncio.CancelledError  # what `Interrupts` makes of Ctrl-C
+
+    monkeypatch.setattr(MeshClient, "connect", connect)
+    monkeypatch.setattr(launcher, "_place", interrupted)
+    request = launcher.JobRequest(
+        argv=("true",), python=False, kind=JobKind.COMMAND, name="true", root=tmp_path
+    )
+    with pytest.raises(KeyboardInterrupt):
+        launcher.run_job(request)
+    assert capsys.readouterr().err == "gpulayer: interrupted before the start: no job runs\n"
+
+
+@pytest.mark.parametrize("going", [False, True])
+async def test_job_given_up_is_released_and_stopped_if_it_may_run(going: bool) -> None:
+    called: list[str] = []
+
+    async def call(node: str, method: str, path: str, *_: object, **__: object) -> None:
+        called.append(f"{node} {path.rpartition('/')[2]}")
+        raise TransportError("silent")
+
+    spec = SimpleNamespace(id="x", slots=[SimpleNamespace(node="a"), SimpleNamespace(node="b")])
+    await launcher._release(SimpleNamespace(call=call), spec, going=going)  # type: ignore[arg-type]
+    assert called == (["a stop"] if going else []) + ["a release", "b release"]
+
+
+def test_empty_command_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no command given"):
+        launcher.JobRequest(argv=("",), python=False, kind=JobKind.COMMAND, name="x", root=tmp_path)
 
 
 def test_job_ids_are_random_and_of_the_alphabet() -> None:

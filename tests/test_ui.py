@@ -39,7 +39,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpulayer import views
-from gpulayer.ui import PROGRESS_S, REDRAW_S, Ui
+from gpulayer.ui import PROGRESS_S, REDRAW_S, Ui, shown_path
 from gpulayer.views import cells, clean, clip, duration, ranges, size, table
 
 
@@ -621,3 +621,11 @@ def test_ranges() -> None:
 def test_clip_counts_wide_characters() -> None:
     assert clip("漢字漢字", 5) == "漢字…"
     assert clip("abc", 3) == "abc"
+
+
+def test_path_is_shown_as_it_is_typed_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert shown_path(tmp_path / "a" / "b") == "a/b"
+    assert shown_path(Path("/elsewhere")) == "/elsewhere"
+    monkeypatch.chdir("/")
+    assert shown_path(tmp_path / "a") == str(tmp_path / "a")

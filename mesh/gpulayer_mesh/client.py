@@ -21,6 +21,7 @@ from gpulayer_mesh.core.jobspec import JobRecord, JobSpec, OutputFile, Outputs
 from gpulayer_mesh.core.logrecord import LogRecord, RecordParser
 from gpulayer_mesh.core.types import Address, Addresses, NodeId, Snapshot
 from gpulayer_mesh.errors import (
+    ConfigError,
     DiscoveryError,
     GpuLayerError,
     NoMeshError,
@@ -74,8 +75,7 @@ class MeshClient:
         if mesh is None:
             raise NoMeshError(
                 "this machine belongs to no mesh yet",
-                hint="gpulayer mesh local --nodes 3 -- python train.py   (try it on this machine)\n"
-                "gpulayer mesh create, then gpulayer mesh invite    (start a mesh here)\n"
+                hint="gpulayer mesh create, then gpulayer mesh invite    (start a mesh here)\n"
                 "gpulayer mesh join LINE                            (join one with its line)",
             )
         if identity.node not in mesh.book:
@@ -283,8 +283,10 @@ class MeshClient:
         """Return the one job whose id starts with `ident`.
 
         Raises:
-            GpuLayerError: none or several.
+            GpuLayerError: none or several. ConfigError: `ident` is empty.
         """
+        if not ident:  # every id starts with it
+            raise ConfigError("no job named", hint="`gpulayer jobs` lists them")
         known = await self.jobs()
         found = [record for record in known if record.spec.id.startswith(ident.lower())]
         if len(found) == 1:

@@ -146,6 +146,9 @@ def test_run_brings_output_and_files_home(gpulayer: Callable[..., Done]) -> None
     assert (listed["job"], listed["state"], listed["exit_code"]) == (job, "succeeded", 0)
     assert job in gpulayer("jobs").out
     assert gpulayer("logs", job[:6], "--rank", "1").out == f"rank 1 got {arguments!r}\n"
+    unnamed = gpulayer("logs", "")
+    assert (unnamed.code, unnamed.out) == (2, "")
+    assert "no job named" in unnamed.err
     absent = gpulayer("logs", job, "--rank", "0,9")
     assert (absent.code, absent.out) == (2, "")
     assert f"job {job} has no rank 9: it has ranks 0 to 1" in absent.err

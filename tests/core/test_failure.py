@@ -135,5 +135,6 @@ def test_every_end_has_its_code_and_words(status: RankStatus, code: int, words: 
 def test_memory_kill_names_the_peak() -> None:
     status = RankStatus(3, RankState.EXITED, signal=9, memory_peak_mib=61234)
     assert describe(status) == (
-        "killed by signal 9 (SIGKILL): the kernel may have killed it for memory, peak 61234 MiB"
+        "killed by signal 9 (SIGKILL): by the kernel when memory runs out, or by somebody, "
+        "peak 61234 MiB"
     )

@@ -121,7 +121,7 @@ def first_failure(ranks: Iterable[tuple[str, RankStatus]]) -> Failure | None:
 def _likely_cause(status: RankStatus, name: str) -> str:
     peak = f", peak {status.memory_peak_mib} MiB" if status.memory_peak_mib is not None else ""
     if name == "SIGKILL":
-        return f": the kernel may have killed it for memory{peak}"
+        return f": by the kernel when memory runs out, or by somebody{peak}"
     if name == "SIGABRT":
         return (
             ": native code aborted; with Gloo this also happens to a rank that ends right after a "

@@ -144,8 +144,9 @@ def plan(request: Request, snapshot: Snapshot) -> Plan:
             refusals=refusals,
             counted=counted,
         )
+    can = f"only {attempt.hoped}" if attempt.hoped else "none"
     raise PlacementError(
-        f"{_what(request, request.accelerator)}, but only {attempt.hoped} of the mesh's "
+        f"{_what(request, request.accelerator)}, but {can} of the mesh's "
         f"{len(snapshot.members)} members can ever do it",
         refusals=refusals,
         counted=counted,
