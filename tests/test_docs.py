@@ -280,6 +280,16 @@ def test_reference_has_every_argument() -> None:
         assert [row[0] for row in rows] == parameters, heading
 
 
+@pytest.mark.parametrize("name", ["EarlyStopping", "Timer", "LearningRateMonitor"])
+def test_reference_has_every_argument_of_a_callback(name: str) -> None:
+    import gpulayer.pytorch
+
+    tables = section("docs/pytorch.md", "Trainer").split(f"| argument of `{name}` | meaning |")
+    rows = first_column(tables[1].split("\n\n")[0])
+    described = inspect.signature(getattr(gpulayer.pytorch, name))
+    assert [row[0] for row in rows] == list(described.parameters)
+
+
 def test_reference_has_every_name_of_runtime() -> None:
     from gpulayer.pytorch import Runtime
 
