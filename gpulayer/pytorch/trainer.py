@@ -30,8 +30,8 @@ from gpulayer.pytorch.module import Module
 from gpulayer.pytorch.optimizers import SchedulerConfig
 from gpulayer.pytorch.progress import Progress
 from gpulayer.pytorch.runtime import Runtime
-
 from gpulayer.pytorch.timer import Timer
+
 _LOGS = "gpulayer_logs"
 _STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true")
 
@@ -50,8 +50,8 @@ class Trainer:
         env, secrets: environment variables for ranks elsewhere; a list takes this process's values.
         stop_grace_s: what ranks elsewhere get to end after Ctrl-C.
         max_epochs, min_epochs, max_steps, min_steps: limits; steps are optimizer steps, -1 is none.
-        callbacks: one `Callback` or a list of them.
         max_time: "DD:HH:MM:SS", a timedelta or a dict of its arguments: adds a `Timer`.
+        callbacks: one `Callback` or a list of them.
         limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: an int
             counts batches per loader and rank, a float is a fraction: 1 is one batch, 1.0 is
             everything.
@@ -90,8 +90,8 @@ class Trainer:
         min_epochs: int | None = None,
         max_steps: int = -1,
         min_steps: int | None = None,
-        limit_train_batches: float | None = None,
         max_time: str | timedelta | dict[str, Any] | None = None,
+        limit_train_batches: float | None = None,
         limit_val_batches: float | None = None,
         limit_test_batches: float | None = None,
         limit_predict_batches: float | None = None,
@@ -381,12 +381,12 @@ class Trainer:
     def _after_validation(self) -> None:
         self._flush()
 
-    def _show(self, stage: str, found: Outputs) -> None:
-        if self._progress is not None and self.is_global_zero:
     def _say(self, line: str) -> None:
         """Print what a callback has to say."""
         (self._progress or Progress()).line(line)
 
+    def _show(self, stage: str, found: Outputs) -> None:
+        if self._progress is not None and self.is_global_zero:
             self._progress.evaluated(stage, found)
 
     def _progress_epoch_start(self) -> None:
@@ -518,11 +518,6 @@ def _callbacks(given: Callback | Iterable[Callback] | None) -> list[Callback]:
     return found
 
 
-def _with_those_of(model: Module, own: list[Callback]) -> list[Callback]:
-    """Add the module's callbacks; one of the same class as the Trainer's takes its place."""
-    found = _callbacks(model.configure_callbacks())
-    classes = {type(one) for one in found}
-    return [one for one in own if type(one) not in classes] + found
 def _with_timer(found: list[Callback], max_time: Any) -> list[Callback]:
     """Add the Timer of `max_time`, unless there is one."""
     if max_time is None:
@@ -533,3 +528,8 @@ def _with_timer(found: list[Callback], max_time: Any) -> list[Callback]:
     return [*found, Timer(arguments.duration("max_time", max_time))]
 
 
+def _with_those_of(model: Module, own: list[Callback]) -> list[Callback]:
+    """Add the module's callbacks; one of the same class as the Trainer's takes its place."""
+    found = _callbacks(model.configure_callbacks())
+    classes = {type(one) for one in found}
+    return [one for one in own if type(one) not in classes] + found
