@@ -625,7 +625,8 @@ async def test_viewer_reads_to_the_end_and_files_have_any_name(mesh: Mesh) -> No
     await box.ask("laptop", "POST", "go", ORDER)
     (box.work / "finish").touch()
     assert await viewer == b"up\n"
-    found = {(file.area, file.path) for file in await box.ask("laptop", "GET", "files")}
+    outputs = await box.ask("laptop", "GET", "files")
+    found = {(file.area, file.path) for file in outputs.files}
     assert found == {("out", "loss:0.3.txt"), ("work", "finish")}
     stream = await box.ask("laptop", "GET", "file", area="out", rank="0", path="loss:0.3.txt")
     assert isinstance(stream, Stream)
@@ -663,7 +664,7 @@ async def test_new_agent_takes_over_running_ranks(mesh: Mesh) -> None:
     await eventually(lambda: box.state() is JobState.SUCCEEDED)
     assert box.reservations.grants == ()
     assert await box.log() == b"up\n"
-    assert (await box.ask("laptop", "GET", "files")) != []
+    assert (await box.ask("laptop", "GET", "files")).files
 
 
 async def test_new_agent_learns_how_ranks_ended_meanwhile(mesh: Mesh) -> None:
