@@ -6,7 +6,7 @@ Pure: values in, values out. The type of a number decides its meaning: 1 is one 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -116,6 +116,20 @@ def devices(value: Any) -> int | str:
     return at_least("devices", value, 1)
 
 
+def target(value: Any) -> str | tuple[str, ...]:
+    """Return where to run as one word or several."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Iterable):
+        words = tuple(value)
+        if all(isinstance(word, str) for word in words):
+            return words
+    raise ArgumentError(
+        f"target is a name or a list of names, not {value!r}",
+        hint='"auto", "local", "mesh", node names, "zone:NAME", "!NAME"',
+    )
+
+
 def plain(count: float) -> int | None:
     """Return a number of batches as JSON has it: None is unknown."""
     return None if count == float("inf") else int(count)
@@ -124,9 +138,8 @@ def plain(count: float) -> int | None:
 # What a Lightning user may pass that this Trainer does not have, and what to do instead.
 REFUSED = {
     "nodes": "machines are num_nodes here",
-    "ckpt_path": "checkpoints are not available yet",
+    "ckpt_path": "pass it to fit, validate, test or predict",
     "datamodule": "pass loaders to fit, or define train_dataloader in the module",
-    "enable_checkpointing": "checkpoints are not available yet; fit brings the weights back",
     "enable_model_summary": "there is no model summary",
     "barebones": "the loop is lean as it is",
     "detect_anomaly": "wrap fit in torch.autograd.set_detect_anomaly(True)",
@@ -135,6 +148,8 @@ REFUSED = {
     "profiler": "use torch.profiler around fit",
     "reload_dataloaders_every_n_epochs": "loaders are built once per fit",
     "sync_batchnorm": "call torch.nn.SyncBatchNorm.convert_sync_batchnorm yourself",
+    "enable_autolog_hparams": "hyperparameters are not logged",
+    "model_registry": "there is no registry; pass paths",
 }
 
 

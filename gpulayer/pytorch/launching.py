@@ -101,7 +101,7 @@ def launch(
         nodes=nodes,
         devices=devices,
         accelerator=accelerator_of(accelerator),
-        target=target if isinstance(target, str) else tuple(target),
+        target=arguments.target(target),
         env=variables(env),
         secrets=variables(secrets),
         stop_grace_s=stop_grace_s,
@@ -146,8 +146,9 @@ def choose(nodes: int, devices: int | str, accelerator: str, target: Target) -> 
 
 
 def _one_mps(nodes: int, devices: int | str) -> ArgumentError:
+    where = f" on {nodes} nodes" if nodes > 1 else ""
     return ArgumentError(
-        f"mps trains in one process only, so devices={devices} on {nodes} node(s) is not possible"
+        f"mps trains in one process only, so devices={devices!r}{where} is not possible"
     )
 
 

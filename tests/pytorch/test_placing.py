@@ -177,13 +177,31 @@ def test_arguments_that_do_not_exist_are_refused_by_name_with_a_hint() -> None:
         Trainer(colour="red")
 
 
-def test_several_training_loaders_and_own_optimization_are_refused() -> None:
+def test_several_training_loaders_are_refused() -> None:
     with pytest.raises(ArgumentError, match="list"):
         trainer().fit(OneWeight(), [loader(1), loader(1)])
-    model = OneWeight()
-    model.automatic_optimization = False
-    with pytest.raises(ArgumentError, match="manual optimization"):
-        trainer().fit(model, loader(1))
+
+
+def test_what_is_no_loader_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="int, which yields no batches"):
+        trainer().fit(OneWeight(), 5)
+    with pytest.raises(ArgumentError, match="int, which yields no batches"):
+        trainer().validate(Validated(), [loader(1), 5])
+
+
+@pytest.mark.parametrize("target", [7, [1], None])
+def test_impossible_target_is_refused(target: Any) -> None:
+    with pytest.raises(ArgumentError, match="target is a name or a list of names"):
+        Trainer(target=target)
+
+
+def test_names_of_the_other_api_are_explained() -> None:
+    with pytest.raises(TypeError, match=r"'nodes' \(machines are num_nodes here\)"):
+        Trainer(nodes=3)
+    with pytest.raises(TypeError, match=r"'num_nodes' \(machines are nodes here\)"):
+        launch(num_nodes=3)
+    with pytest.raises(ArgumentError, match="unknown accelerator 'tpu'"):
+        launching.accelerator_of("tpu")
 
 
 def test_several_validation_loaders_need_an_index() -> None:
