@@ -53,6 +53,7 @@ class Plan:
         train_s: float = 0.0,
         val_s: float = 0.0,
         val_batches: int = 1,
+        stop_at: int | None = None,
     ) -> None:
         self.samples = samples
         self.values = values  # the n-th validation logs the n-th as "v", the n-th epoch as "x"
@@ -60,7 +61,8 @@ class Plan:
         self.clock = clock
         self.train_s = train_s
         self.val_s = val_s
-        self.val_batches = val_batches  # 0: no loader
+        self.val_batches = val_batches  # 0: an empty loader
+        self.stop_at = stop_at  # sets should_stop after so many steps
 
 
 def module_on(base: Any, plan: Plan, trace: list[Any]) -> Any:
@@ -88,6 +90,8 @@ def module_on(base: Any, plan: Plan, trace: list[Any]) -> Any:
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.at("training_step", batch_idx)
             pass_time(plan.train_s)
+            if plan.stop_at is not None and self.trainer.global_step >= plan.stop_at:
+                self.trainer.should_stop = True
             self.log("every", batch[0].mean(), on_step=True, on_epoch=False)
             return (self.w * batch[0].mean() + self.b).sum()
 

@@ -187,9 +187,11 @@ def test_group_added_while_training_takes_the_name_over(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:configure_optimizers returned None")
 def test_no_optimizer_has_no_rate(tmp_path: Path) -> None:
-    trained = trainer(tmp_path, callbacks=LearningRateMonitor())
+    callback = LearningRateMonitor()
+    trained = trainer(tmp_path, callbacks=callback)
     trained.fit(Optimized(lambda module: None), loader())
-    assert trained.log_dir is None
+    assert callback.lrs == {"lr-NoOptimizer": []}
+    assert trained.callback_metrics == {}
 
 
 # -- refusals ------------------------------------------------------------------------------------
@@ -244,7 +246,9 @@ def optimizers(rng: random.Random) -> Callable[[Any], Any]:
 def test_same_as_lightning(number: int, seed: int, tmp_path: Path) -> None:
     rng = random.Random(f"{seed}/rates/{number}")
     pick = rng.choice
-    plan = beside_lightning.Plan(samples=pick([2, 5, 7]), optimizer=optimizers(rng))
+    plan = beside_lightning.Plan(
+        samples=pick([2, 5, 7]), optimizer=optimizers(rng), stop_at=pick([None, None, 1])
+    )
     options = {
         "logging_interval": pick([None, None, "step", "epoch"]),
         "log_momentum": pick([True, False]),
@@ -252,6 +256,7 @@ def test_same_as_lightning(number: int, seed: int, tmp_path: Path) -> None:
     arguments = {
         "max_epochs": pick([1, 3]),
         "max_steps": pick([-1, -1, 4]),
+        "min_steps": pick([None, 5]),
         "accumulate_grad_batches": pick([1, 1, 3]),
         "val_check_interval": pick([1.0, 1, 0.5]),
         "num_sanity_val_steps": pick([0, 1]),
