@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from gpulayer.pytorch.early_stopping import EarlyStopping
     from gpulayer.pytorch.launching import is_launcher_process, launch
     from gpulayer.pytorch.lr_monitor import LearningRateMonitor
+    from gpulayer.pytorch.model_checkpoint import ModelCheckpoint
     from gpulayer.pytorch.module import Module
     from gpulayer.pytorch.runtime import Runtime
     from gpulayer.pytorch.seeding import seed_everything
@@ -26,6 +27,7 @@ _HOME = {
     "Callback": "callback",
     "EarlyStopping": "early_stopping",
     "LearningRateMonitor": "lr_monitor",
+    "ModelCheckpoint": "model_checkpoint",
     "Module": "module",
     "Runtime": "runtime",
     "Timer": "timer",
@@ -39,6 +41,7 @@ __all__ = [
     "Callback",
     "EarlyStopping",
     "LearningRateMonitor",
+    "ModelCheckpoint",
     "Module",
     "Runtime",
     "Timer",

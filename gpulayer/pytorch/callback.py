@@ -6,6 +6,7 @@ arguments and order are Lightning's.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -185,3 +186,14 @@ class MetricCallback(Callback):
 
 class Checkpoint(MetricCallback):
     """A callback that writes checkpoints: it comes after all others."""
+
+    def last_checkpoints(self, trainer: Trainer) -> list[Path]:
+        """Return the files that `ckpt_path="last"` chooses the newest of."""
+        return []
+
+    def adopt(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state that this callback had where the call ran."""
+        self.load_state_dict(state_dict)
+
+    def moved(self, folder_from: Path, folder_to: Path) -> None:
+        """Note that files below one folder, where the call ran, lie below another one here."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpulayer import env as environment
-from gpulayer.pytorch import ending, launching, precision, prediction, results
+from gpulayer.pytorch import checkpoints, ending, launching, precision, prediction, results
 from gpulayer.pytorch.launching import Where
 from gpulayer.pytorch.module import Module
 
@@ -23,11 +23,20 @@ if TYPE_CHECKING:
     from gpulayer.pytorch.trainer import Trainer
 
 
-def run(trainer: Trainer, model: Module, here: Callable[[], Any], *, shares: bool = False) -> Any:
+def run(
+    trainer: Trainer,
+    model: Module,
+    here: Callable[[str | None], Any],
+    *,
+    checkpoint: Callable[[], str | None],
+    shares: bool = False,
+) -> Any:
     """Run one call where it belongs and return what it returns.
 
     Args:
-        here: does the call's work in this process.
+        here: does the call's work in this process; takes the checkpoint to load.
+        checkpoint: returns which one that is; asked where the script was started, or where all of
+            it runs.
         shares: each rank returns its share of a result, see `prediction.interleaved`.
 
     Raises:
@@ -40,22 +49,24 @@ def run(trainer: Trainer, model: Module, here: Callable[[], Any], *, shares: boo
             trainer.num_nodes, trainer.devices, trainer.accelerator, trainer.target
         )
         if choice.where is not Where.HERE:
-            return _elsewhere(trainer, index, choice, model, shares)
+            return _elsewhere(trainer, index, choice, model, checkpoint(), shares)
         if choice.kind is not None:
             precision.check(trainer.precision, choice.kind)
-        returned = here()
+        returned = here(checkpoint())
         results.remember(index, trainer, model, returned)
         return returned
     if place.call is None:  # a job of launch() or torchrun: the script runs to its end
-        return here()
+        return here(checkpoint())
+    shipped = environment.copied_env().get(results.REPLAY_VARIABLE, results.REPLAY)
+    replay = environment.START_DIR / shipped
     if index < place.call:
-        replay = environment.copied_env().get(results.REPLAY_VARIABLE, results.REPLAY)
-        return _adopt(trainer, model, environment.START_DIR / replay / str(index))
+        return _adopt(trainer, model, replay / str(index))
     if index > place.call:  # the script caught the SystemExit below
         raise SystemExit(0)
     try:
         results.check_recordable(model)
-        returned = here()
+        sent = replay / f"{index}.ckpt"
+        returned = here(str(sent) if sent.is_file() else None)
         if place.output_dir is not None:
             folder = place.output_dir / results.FOLDER / str(index)
             if place.rank == 0:
@@ -79,12 +90,17 @@ def _elsewhere(
     index: int,
     choice: launching.Choice,
     model: Module,
+    checkpoint: str | None,
     shares: bool,
 ) -> Any:
     if trainer.accelerator == "cpu":
         precision.check(trainer.precision, "cpu")
     with tempfile.TemporaryDirectory() as scratch:
-        outcome = _job(trainer, index, choice, results.replay_files(index, Path(scratch)))
+        files = results.replay_files(index, Path(scratch))
+        if checkpoint is not None:
+            checkpoints.load(checkpoint)  # a fault in it should show before the ranks start
+            files[f"{results.REPLAY}/{index}.ckpt"] = Path(checkpoint).resolve()
+        outcome = _job(trainer, index, choice, files)
     assert outcome.output_dir is not None
     inside = Path(results.FOLDER) / str(index)
     found = outcome.output_dir / inside

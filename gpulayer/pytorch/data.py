@@ -12,7 +12,7 @@ import dataclasses
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -279,6 +279,99 @@ def set_epoch(loader: Loader, epoch: int) -> None:
     for one in (sampler, batches, getattr(batches, "sampler", None)):
         if callable(getattr(one, "set_epoch", None)):
             one.set_epoch(epoch)  # type: ignore[union-attr]
+
+
+def generators(loader: Loader) -> list[torch.Generator]:
+    """Return the random generators that a loader and its samplers own, each once."""
+    batches = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    found = {
+        id(one): one
+        for owner in owners
+        if isinstance(one := getattr(owner, "generator", None), torch.Generator)
+    }
+    return list(found.values())
+
+
+def generator_states(loader: Loader) -> list[Tensor]:
+    """Return the states of a loader's own random generators."""
+    return [one.get_state() for one in generators(loader)]
+
+
+def set_generators(loader: Loader, states: Sequence[Tensor]) -> None:
+    """Set the states that `generator_states` returned."""
+    for one, state in zip(generators(loader), states, strict=False):
+        one.set_state(state)
+
+
+def has_workers(loader: Loader) -> bool:
+    """Return whether workers of an earlier epoch wait for the next, which then draws no seed."""
+    return bool(getattr(loader, "persistent_workers", False)) and (
+        getattr(loader, "_iterator", None) is not None
+    )
+
+
+def make_equal(loader: Loader, states: Sequence[Tensor], workers: bool) -> None:
+    """Bring a loader to where another one was, with these generators and with or without workers.
+
+    Draws from the process's random states.
+    """
+    if workers and not has_workers(loader):
+        iter(loader)
+    set_generators(loader, states)
+
+
+class _Later:
+    """A sampler whose first items are left out."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._held: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        self._items = iter(self._sampler)
+        return self
+
+    def __next__(self) -> Any:
+        return self._held.pop() if self._held else next(self._items)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def skip(self, count: int) -> None:
+        # A sampler draws its order with its first item, so that is taken even for count = 0.
+        self._held = list(islice(self._items, count, count + 1))
+
+
+def further(loader: Loader, count: int) -> Iterator[Any]:
+    """Return a loader's iterator without its first batches; it has drawn all that it will draw.
+
+    Data is read for them only where it must be: by workers, whose random states depend on what they
+    read, and by iterables, which cannot be asked for the rest alone.
+    """
+    if (
+        isinstance(loader, DataLoader)
+        and loader.num_workers == 0
+        and not isinstance(loader.dataset, IterableDataset)
+    ):
+        which = "sampler" if loader.batch_sampler is None else "batch_sampler"
+        later = _Later(getattr(loader, which))
+        twin = copy.copy(loader)
+        vars(twin)[which] = later  # DataLoader refuses assignment after __init__
+        iterator: Iterator[Any] = iter(twin)
+        later.skip(count)
+        return iterator
+    iterator = iter(loader)
+    found = sum(1 for _ in islice(iterator, count))
+    if found < count:
+        raise ArgumentError(
+            f"the training loader ended after {found} batches, but the checkpoint was written "
+            f"after {count}"
+        )
+    if length(loader) == float("inf"):
+        # Read ahead by one, as `look_ahead` had: what that draws is drawn before the states are set
+        return chain(list(islice(iterator, 1)), iterator)
+    return iterator
 
 
 def look_ahead(iterator: Iterator[Any]) -> Iterator[tuple[Any, bool]]:

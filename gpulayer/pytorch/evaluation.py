@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -46,7 +46,8 @@ class Evaluation:
         self._prefix = "test" if stage == "test" else "validation"
         self._limit = "limit_test_batches" if stage == "test" else "limit_val_batches"
         self._loaders: list[data.Loader] | None = None
-        self._num_batches: list[float] = []
+        self.has_run = False
+        self.num_batches: list[float] = []
         self._metrics = trainer._metrics
         self._step = getattr(module, f"{self._prefix}_step")
         self._takes_index = takes(self._step, 2)
@@ -75,10 +76,27 @@ class Evaluation:
                     "no dataloader_idx"
                 )
             limit = getattr(self._trainer, self._limit)
-            self._num_batches = [
+            self.num_batches = [
                 batches(self._limit, data.padded_length(one), limit) for one in self._loaders
             ]
         return self._loaders
+
+    def state(self) -> dict[str, Any]:
+        """Return what later validations depend on."""
+        loaders = self._loaders or []
+        return {
+            "seen": dict(self._seen),
+            "generators": [data.generator_states(one) for one in loaders],
+            "workers": [data.has_workers(one) for one in loaders],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned."""
+        self._seen.update(state["seen"])
+        if not (any(state["generators"]) or any(state["workers"])):
+            return
+        for loader, *held in zip(self.load(), state["generators"], state["workers"], strict=False):
+            data.make_equal(loader, *held)
 
     def run(self, limit: float = float("inf")) -> Outputs:
         """Evaluate every loader, at most `limit` batches of each.
@@ -86,7 +104,7 @@ class Evaluation:
         Returns the epoch values of each loader; those logged outside of a loader are in each.
         """
         loaders = self.load()
-        if sum(self._num_batches) == 0:
+        if sum(self.num_batches) == 0:
             return []
         trainer, metrics = self._trainer, self._metrics
         sanity = trainer.sanity_checking
@@ -104,11 +122,12 @@ class Evaluation:
             self._call("epoch_start")
             for index, loader in enumerate(loaders):
                 for batch_idx, batch in enumerate(
-                    bounded(loader, min(self._num_batches[index], limit))
+                    bounded(loader, min(self.num_batches[index], limit))
                 ):
                     self._batch(batch, batch_idx, index)
                     if not sanity:
                         self._keep_step_values(index)
+            self.has_run = not sanity
             metrics.epoch_end()
             metrics.reduce()
             if not sanity:

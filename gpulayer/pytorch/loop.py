@@ -28,6 +28,7 @@ from gpulayer.pytorch.evaluation import Evaluation, takes, transfer_of
 from gpulayer.pytorch.manual import ManualOptimization
 from gpulayer.pytorch.module import Module
 from gpulayer.pytorch.precision import ScaledOptimizer
+from gpulayer.pytorch.resume import Place, Position, Resume, begin
 
 if TYPE_CHECKING:
     from gpulayer.pytorch.optimizers import SchedulerConfig
@@ -62,6 +63,7 @@ class FitLoop:
         num_batches: float,
         evaluation: Evaluation | None,
         wrapped: DistributedDataParallel | None,
+        resume: Resume | None = None,
     ) -> None:
         self.trainer = trainer
         self.module = module
@@ -74,7 +76,7 @@ class FitLoop:
         self._runtime = trainer.runtime
         self._hooks = trainer._hooks
         self._transfer = transfer_of(module, self._runtime.device)
-        self._wrapped = wrapped
+        self.wrapped = wrapped
         self._forward: Callable[..., Any] = module.training_step if wrapped is None else wrapped
         self._takes_index = takes(module.training_step, 2)
         self._autocast = self._runtime.autocast if self._runtime.precision.mixed else None
@@ -86,6 +88,7 @@ class FitLoop:
         elif self._scaler is not None:
             self.optimizer = ScaledOptimizer(self.optimizer, self._scaler, self._before_step)
         self._window = trainer.accumulate_grad_batches
+        self._log_every = 1 if trainer.fast_dev_run else trainer.log_every_n_steps
         self._step_schedulers = self._schedulers("step", plateau=False)
         self._step_plateaus = self._schedulers("step", plateau=True)
         # Ranks that read a loader whole would train copies of each other.
@@ -97,6 +100,11 @@ class FitLoop:
             if isinstance(trainer.val_check_interval, timedelta)
             else None
         )
+        # where a checkpoint would be written now, and what the epoch's iterator was made from
+        self._resume = resume
+        self._place = Place.BETWEEN
+        self._complete = False
+        self.began: dict[str, Any] | None = None
         # the batch in hand
         self._batch_idx = -1
         self.is_last = False
@@ -115,7 +123,10 @@ class FitLoop:
         if self.evaluation is not None and self._validating_epoch():
             self.evaluation.load()  # a fault in it should show before an epoch has passed
         self._validated_s = time.monotonic()
-        self._call("on_train_start")
+        if self._resume is None:
+            self._call("on_train_start")
+        else:
+            self._go_on(self._resume)
         while not self._done():
             self._epoch()
         self._call("on_train_end")
@@ -144,31 +155,73 @@ class FitLoop:
         data.set_epoch(self.loader, trainer._epochs_processed)
         trainer._progress_epoch_start()
         self._call("on_train_epoch_start")
-        complete = self._batches()
+        self._batch_idx = -1
+        self.is_last = False
+        self.began = begin(self)
+        self._end_epoch(self._batches(self._stream(iter(self.loader))))
+
+    def _end_epoch(self, complete: bool) -> None:
         if self._batch_idx < 0:
             raise RuntimeError("the training loader yielded no batch")
+        self._complete = complete
         self._metrics.epoch_end()
-        trainer._epochs_processed += 1
+        self.trainer._epochs_processed += 1
         self._metrics.reduce()
         self._metrics.commit()
+        self._place = Place.EPOCH_END
         self._call("on_train_epoch_end")
+        self._after_epoch()
+
+    def _after_epoch(self) -> None:
+        """Do what follows the hooks at an epoch's end."""
+        trainer = self.trainer
         self._metrics.reduce()
         self._metrics.commit()
-        if complete:
+        if self._complete:
             self._step_by_epoch(plateau=True)
         trainer._log_row(self._metrics.row(), step=None, shift=-1)
         self._metrics.reset()
         trainer._epochs_completed += 1
+        self._place = Place.BETWEEN
         trainer._epoch_end(self._batch_idx + 1)
 
-    def _batches(self) -> bool:
+    def _go_on(self, resume: Resume) -> None:
+        """Begin where a checkpoint was written: to the end of that epoch."""
+        trainer = self.trainer
+        completed, trainer._epochs_completed = trainer._epochs_completed, trainer._epochs_processed
+        self._call("on_train_start")
+        trainer._epochs_completed = completed
+        resume.adapt(self)
+        at = resume.position
+        self._batch_idx, self.is_last = at.done - 1, at.is_last
+        self._stepping, self._complete, self._place = at.stepping, at.complete, at.place
+        stream: Iterator[tuple[Any, bool]] = iter(())
+        if resume.within_epoch:
+            data.set_epoch(self.loader, trainer._epochs_processed)
+            trainer._progress_epoch_start()
+            if resume.reads:
+                stream = self._stream(resume.iterator(self), at.done)
+        resume.restore(self)
+        if at.place is Place.EPOCH_END:
+            self._after_epoch()
+        elif resume.within_epoch:
+            if at.place is not Place.BATCH:
+                self._after_batch(at.place)
+            self._end_epoch(self._batches(stream))
+
+    def position(self) -> Position:
+        """Return where a checkpoint is written now."""
+        place, done = self._place, self._batch_idx + 1
+        if place is Place.BATCH:  # the one in hand is trained anew
+            return Position(place, done - 1, False, self._stepping, False)
+        if place is Place.VALIDATION and self._metrics.hook == "on_validation_end":
+            place = Place.VALIDATED
+        return Position(place, done, self.is_last, self._stepping, self._complete)
+
+    def _batches(self, stream: Iterator[tuple[Any, bool]]) -> bool:
         """Run the batches of an epoch; returns whether the epoch came to its last one."""
         trainer, metrics = self.trainer, self._metrics
         on_start, on_end = self._hooks["on_train_batch_start"], self._hooks["on_train_batch_end"]
-        log_every = 1 if trainer.fast_dev_run else trainer.log_every_n_steps
-        self._batch_idx = -1
-        self.is_last = False
-        stream = self._stream()
         while not self.is_last and not self._steps_done():
             if trainer.should_stop and self._may_stop():
                 return False
@@ -181,6 +234,7 @@ class FitLoop:
             batch = self._transfer(batch, 0)
             self._batch_idx = batch_idx = self._batch_idx + 1
             trainer._total_batches += 1
+            self._place = Place.BATCH
             metrics.batch_start(batch)
             self._outputs = {}
             if batch is None:
@@ -200,33 +254,47 @@ class FitLoop:
                 self._step_by_batch()
             if self.is_last:
                 self._step_by_epoch(plateau=False)
+            self._place = Place.BATCH_END
             if on_end is not None:
                 metrics.hook = "on_train_batch_end"
                 on_end(self._outputs, batch, batch_idx)
-            if (
-                self._stepping
-                and log_every
-                and ((trainer._batches_that_stepped + 1) % log_every == 0 or trainer.should_stop)
-            ):
-                trainer._log_row(metrics.row())
-            if self.evaluation is not None and self._validation_due():
-                self._validate()
-            if self._stepping:
-                if self._step_plateaus:
-                    self._step_scheduler_list(self._step_plateaus, batch_idx + 1)
-                trainer._batches_that_stepped += 1
-            trainer._progress_step(batch_idx + 1, self.num_batches, self._loss)
+            self._after_batch(Place.BATCH_END)
         return self.is_last
 
-    def _stream(self) -> Iterator[tuple[Any, bool]]:
-        """Yield (batch, whether it is the last of the epoch)."""
-        iterator = iter(self.loader)
+    def _after_batch(self, done: Place) -> None:
+        """Do what follows a batch: its row, validation, schedulers.
+
+        Args:
+            done: what of it a checkpoint has behind it.
+        """
+        trainer, log_every = self.trainer, self._log_every
+        if (
+            done is Place.BATCH_END
+            and self._stepping
+            and log_every
+            and ((trainer._batches_that_stepped + 1) % log_every == 0 or trainer.should_stop)
+        ):
+            trainer._log_row(self._metrics.row())
+        if (
+            done is not Place.VALIDATED
+            and self.evaluation is not None
+            and (done is Place.VALIDATION or self._validation_due())
+        ):
+            self._validate()
+        if self._stepping and not self._short():
+            if self._step_plateaus:
+                self._step_scheduler_list(self._step_plateaus, self._batch_idx + 1)
+            trainer._batches_that_stepped += 1
+        trainer._progress_step(self._batch_idx + 1, self.num_batches, self._loss)
+
+    def _stream(self, iterator: Iterator[Any], done: int = 0) -> Iterator[tuple[Any, bool]]:
+        """Yield (batch, whether it is the last of the epoch), `done` batches into it."""
         limit = self.num_batches
         if data.length(self.loader) == _INF:
             source = data.look_ahead(iterator)
         else:
             source = ((batch, False) for batch in iterator)
-        for number, (batch, last) in enumerate(source, 1):
+        for number, (batch, last) in enumerate(source, done + 1):
             yield batch, last or number == limit
             if number == limit:
                 return
@@ -303,7 +371,7 @@ class FitLoop:
         self._loss = self._outputs.get("loss")
 
     def _unsynchronised(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._wrapped is None else self._wrapped.no_sync()
+        return nullcontext() if self.wrapped is None else self.wrapped.no_sync()
 
     def _stepping_closure(self) -> Tensor | None:
         loss = self._closure()
@@ -323,7 +391,7 @@ class FitLoop:
                 with self._autocast():
                     output = self._forward(*self._args)
         except RuntimeError as error:
-            if self._wrapped is None or "Expected to have finished reduction" not in str(error):
+            if self.wrapped is None or "Expected to have finished reduction" not in str(error):
                 raise
             raise self._unused_parameters(str(error)) from error
         loss = self._loss_of(output)
@@ -454,8 +522,7 @@ class FitLoop:
             return self._val_cadence.after_batch(self._seconds_to_validation)
         if self.val_check_batch == _INF:
             return self.is_last
-        shorter_than_announced = self.is_last and self._batch_idx + 1 < self.num_batches < _INF
-        if shorter_than_announced and trainer.val_check_interval == 1.0:
+        if self._short() and trainer.val_check_interval == 1.0:
             return True
         across = trainer.check_val_every_n_epoch is None
         done = trainer._total_batches if across else self._batch_idx + 1
@@ -466,8 +533,21 @@ class FitLoop:
         assert isinstance(interval, timedelta)
         return interval.total_seconds() - (time.monotonic() - self._validated_s)
 
+    def _short(self) -> bool:
+        """Return whether the loader ended before its length; all after its last batch is done."""
+        return self.is_last and self._batch_idx + 1 < self.num_batches < _INF
+
+    def validation_follows(self) -> bool:
+        """Return whether validation is due after the batch in hand; not asked of a clock."""
+        return self.evaluation is not None and self._val_cadence is None and self._validation_due()
+
+    def ends_validating_epoch(self) -> bool:
+        """Return whether the batch in hand is the last one of an epoch with validations."""
+        return self.is_last and self.evaluation is not None and self._validating_epoch()
+
     def _validate(self) -> None:
         assert self.evaluation is not None
+        self._place = Place.VALIDATION
         if self._stepping:  # in mid-window the gradients so far are kept
             self._metrics.hook = ""
             self.module.on_validation_model_zero_grad()

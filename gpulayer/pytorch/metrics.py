@@ -49,6 +49,7 @@ _HOOKS: Mapping[str, tuple[bool, bool] | None] = {
         _EPOCH_ONLY,
     ),
 }  # fmt: skip
+_VALUES = ("last", "total", "computed")  # of an entry: tensors, numbers or None
 PILE = 64  # small: each pending value of a device holds a block of its memory
 _FUNCTIONS: Mapping[Any, str] = {
     "mean": "mean", "avg": "mean", torch.mean: "mean",
@@ -162,6 +163,34 @@ class Entry:
         total = self.total / self.weight if self.fx == "mean" else self.total
         return torch.as_tensor(total).to(self.dtype)
 
+    def state(self) -> dict[str, Any]:
+        """Return everything as tensors and plain data, not folded: sums must not round anew."""
+        arguments = json.loads(self.describe())
+        arguments[7] = self.sync
+        values = {name: getattr(self, name) for name in _VALUES}
+        return {
+            "arguments": arguments,
+            "double": self.dtype is torch.float64,
+            "fresh": self.fresh,
+            "weight": self.weight,
+            "pending_weight": self.pending_weight,
+            "values": {name: _to_host(value) for name, value in values.items()},
+            "pending": [_to_host(value) for value in self.pending],
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], device: torch.device) -> Entry:
+        """Make the entry that `state` was taken from; the next `log` brings its options."""
+        entry = cls(*state["arguments"])
+        entry.dtype = torch.float64 if state["double"] else torch.float32
+        entry.fresh = state["fresh"]
+        entry.weight = state["weight"]
+        entry.pending_weight = state["pending_weight"]
+        for name, value in state["values"].items():
+            setattr(entry, name, _to_device(value, device))
+        entry.pending = [_to_device(value, device) for value in state["pending"]]
+        return entry
+
     def describe(self) -> str:
         """Return what another rank needs to make the same entry."""
         suffix = self.dataloader_idx is not None and self.name.endswith(
@@ -237,6 +266,32 @@ class Metrics:
         for entry in self._entries.values():
             entry.reset()
         self.on_step = False
+
+    def of_training(self, name: str) -> bool:
+        """Return whether this epoch's training has logged a name."""
+        return any(
+            entry.fresh and name in (entry.name, entry.step_name, entry.epoch_name)
+            for entry in self._train.values()
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Return what training has logged, as tensors and plain data: see `restore`."""
+        self.commit()
+        return {
+            "entries": [[key, entry.state()] for key, entry in self._train.items()],
+            "callback": {name: value.cpu() for name, value in self.callback.items()},
+            "logged": {name: value.cpu() for name, value in self.logged.items()},
+            "progress": {name: value.cpu() for name, value in self.progress.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any], device: torch.device) -> None:
+        """Go on from what `state` returned; values of devices go to `device`."""
+        self.forget()
+        for key, fields in state["entries"]:
+            self._train[key] = Entry.from_state(fields, device)
+        self.callback.update(state["callback"])
+        self.logged.update(state["logged"])
+        self.progress.update(state["progress"])
 
     def commit(self) -> None:
         """Bring the dictionaries up to date with what is logged now."""
@@ -341,6 +396,8 @@ class Metrics:
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = self._new_entry(name, options)
+        elif entry.options is None:  # from a checkpoint
+            entry.options = options
         elif entry.options != options:
             raise ArgumentError(
                 f"{name!r} is logged twice in {self.hook} with different options",
@@ -501,6 +558,18 @@ def reduce_named(
         for i, key in enumerate(extreme):
             result[key] = largest[i] * signs[key]
     return {key: result[key] for key in kinds}
+
+
+def _to_host(value: Any) -> list[Any]:
+    """Return a value where a file can hold it, and whether it was on another device."""
+    if isinstance(value, Tensor):
+        return [value.detach().cpu(), value.device.type != "cpu"]
+    return [value, False]
+
+
+def _to_device(held: list[Any], device: torch.device) -> Any:
+    value, elsewhere = held
+    return value.to(device) if elsewhere else value
 
 
 def _sizes(batch: Any) -> Iterable[int]:

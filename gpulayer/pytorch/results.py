@@ -202,7 +202,7 @@ def restore(result: Result, trainer: Trainer, module: nn.Module) -> None:
     for name, original in document["aliases"].items():
         state[name] = result.tensors[original]
     for name in document["buffers"]:
-        _set_buffer(module, name, state.pop(name))
+        set_buffer(module, name, state.pop(name))
     module.load_state_dict({**state, **document["plain"]}, strict=True)
     trainer._restore(
         document["counters"],
@@ -213,7 +213,8 @@ def restore(result: Result, trainer: Trainer, module: nn.Module) -> None:
     )
 
 
-def _set_buffer(module: nn.Module, name: str, value: Tensor) -> None:
+def set_buffer(module: nn.Module, name: str, value: Tensor) -> None:
+    """Give a module's buffer a value, in place if it fits."""
     path, _, last = name.rpartition(".")
     owner = module.get_submodule(path)
     present = getattr(owner, last, None)

@@ -246,6 +246,24 @@ class Runtime:
             for one, n in zip(everyone, lengths, strict=True)
         ]
 
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes, in rank order, on rank 0; nothing on the others.
+
+        One rank after the other sends, so that rank 0 holds what is gathered once only.
+        """
+        if self.world_size == 1:
+            return [data]
+        sizes = [int(text) for text in self.gather_text(str(len(data)))]
+        if self.rank > 0:
+            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device), 0)
+            return []
+        found = [data]
+        for rank in range(1, self.world_size):
+            received = torch.empty(sizes[rank], dtype=torch.uint8, device=self.device)
+            dist.recv(received, rank)
+            found.append(received.cpu().numpy().tobytes())
+        return found
+
     def agree(self, what: str, value: Any) -> None:
         """Raise on all ranks where a value that must be equal is not."""
         everyone = [json.loads(text) for text in self.gather_text(json.dumps(value))]

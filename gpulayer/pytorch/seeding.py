@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 # What `seed_everything` was called with: samplers use it, 0 without (as Lightning does).
 _seed: int | None = None
@@ -72,6 +73,42 @@ class WorkerSeed:
         torch.manual_seed(int(states[0]) << 32 | int(states[1]))
         np.random.seed(states[2:3])
         random.seed(int(states[3]))
+
+
+def states(device: torch.device) -> dict[str, Tensor]:
+    """Return this process's random states, `device`'s own among them, as tensors."""
+    version, numbers, gauss = random.getstate()
+    generator: Any = np.random.get_state(legacy=False)
+    assert (version, generator["bit_generator"]) == (3, "MT19937")
+    words = generator["state"]
+    found = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(numbers),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.tensor([*words["key"].tolist(), words["pos"], generator["has_gauss"]]),
+        "numpy_gauss": torch.tensor(generator["gauss"], dtype=torch.float64),
+    }
+    if device.type == "cuda":
+        found["device"] = torch.cuda.get_rng_state(device)
+    elif device.type == "mps":
+        found["device"] = torch.mps.get_rng_state()
+    return found
+
+
+def restore(found: Mapping[str, Tensor], device: torch.device) -> None:
+    """Set the random states that `states` returned."""
+    torch.set_rng_state(found["torch"])
+    gauss = found["python_gauss"].tolist()
+    random.setstate((3, tuple(found["python"].tolist()), gauss[0] if gauss else None))
+    *keys, position, has_gauss = found["numpy"].tolist()
+    words = np.array(keys, dtype=np.uint32)
+    np.random.set_state(("MT19937", words, position, has_gauss, found["numpy_gauss"].item()))
+    if "device" not in found:
+        return
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(found["device"], device)
+    elif device.type == "mps":
+        torch.mps.set_rng_state(found["device"])
 
 
 @contextlib.contextmanager

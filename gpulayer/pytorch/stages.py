@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from gpulayer.pytorch import arguments, data, optimizers, seeding
+from gpulayer.pytorch import arguments, backends, checkpoints, data, optimizers, seeding
 from gpulayer.pytorch.arguments import ArgumentError
 from gpulayer.pytorch.evaluation import Evaluation, Outputs
 from gpulayer.pytorch.hooks import Hooks
@@ -68,38 +68,57 @@ def check_fit(model: Module) -> None:
     for name in ("training_step", "configure_optimizers"):
         if not overridden(model, name):
             raise ArgumentError(f"{type(model).__name__} defines no {name}")
-    if not model.automatic_optimization:
-        raise ArgumentError("manual optimization (automatic_optimization=False) is not offered")
 
 
 def fit(
-    trainer: Trainer, model: Module, train: data.Loader | None, val: data.Loaders | None
+    trainer: Trainer,
+    model: Module,
+    train: data.Loader | None,
+    val: data.Loaders | None,
+    ckpt_path: str | None,
 ) -> None:
     """Train `model` in this process, which may be one of several ranks."""
-    trainer.should_stop = False
+    trainer.should_stop = trainer._ran_elsewhere = False
+    trainer._loop = None
     _limits(trainer)
     with _around(trainer, model, "fit"):
         trainer._data = TrainingData(trainer, model, train)
         try:
+            checkpoint = _load(trainer, model, ckpt_path, checkpoints.load_for_fit)
             evaluation, wrapped = _prepare(trainer, model, val)
             _call(trainer, "on_fit_start")
+            resume = None
+            if checkpoint is not None:
+                resume = checkpoints.restore_training(trainer, checkpoint)
+                del checkpoint  # as large as the weights and the optimizer's state
             model.zero_grad()
-            if evaluation is not None:
+            if evaluation is not None and (resume is None or not resume.within_epoch):
                 _sanity_check(trainer, evaluation)
             if trainer.limit_train_batches != 0:
                 loader = trainer._data.load()
                 batches = trainer.num_training_batches
                 trainer.runtime.agree("the number of training batches", arguments.plain(batches))
+                steps = trainer.estimated_stepping_batches
+                backends.set_benchmark(trainer.benchmark, trainer.deterministic, steps)
                 _warn_at_start(trainer, model)
-                FitLoop(trainer, model, loader, batches, evaluation, wrapped).run()
+                trainer._loop = FitLoop(
+                    trainer, model, loader, batches, evaluation, wrapped, resume
+                )
+                trainer._loop.run()
         finally:
             trainer._flush()
+            model._manual = None
         model.cpu()
         _call(trainer, "on_fit_end")
 
 
 def evaluate(
-    trainer: Trainer, model: Module, stage: str, loaders: data.Loaders | None, verbose: bool
+    trainer: Trainer,
+    model: Module,
+    stage: str,
+    loaders: data.Loaders | None,
+    ckpt_path: str | None,
+    verbose: bool,
 ) -> Outputs:
     """Run `validate` or `test` in this process; returns one dict of epoch values per loader."""
     prefix = "test" if stage == "test" else "val"
@@ -108,6 +127,7 @@ def evaluate(
         raise ArgumentError(f"{type(model).__name__} defines no {step}")
     with _around(trainer, model, stage):
         source = _source(model, f"{prefix}_dataloader", loaders)
+        _load(trainer, model, ckpt_path, checkpoints.load)
         _to_device(trainer, model)
         try:
             found = Evaluation(trainer, model, stage, source).run()
@@ -123,6 +143,7 @@ def predict(
     trainer: Trainer,
     model: Module,
     loaders: data.Loaders | None,
+    ckpt_path: str | None,
     *,
     keep: bool,
     whole_batches: bool,
@@ -132,6 +153,7 @@ def predict(
         if trainer.limit_predict_batches == 0:
             return None
         source = _source(model, "predict_dataloader", loaders)
+        _load(trainer, model, ckpt_path, checkpoints.load)
         _to_device(trainer, model)
         found = Prediction(trainer, model, source(), keep=keep, whole_batches=whole_batches).run()
         model.cpu()
@@ -144,6 +166,8 @@ def _around(trainer: Trainer, model: Module, stage: str) -> Iterator[None]:
     trainer._begin(model, stage)
     hooks = trainer._hooks = Hooks(trainer, model, trainer.callbacks)
     try:
+        backends.set_deterministic(trainer.deterministic)
+        backends.set_benchmark(trainer.benchmark, trainer.deterministic, steps=0)
         trainer._runtime = runtime = Runtime(
             trainer.accelerator,
             trainer.precision,
@@ -186,6 +210,22 @@ def _source(model: Module, name: str, given: data.Loaders | None) -> Callable[[]
     return made
 
 
+def _load(
+    trainer: Trainer,
+    model: Module,
+    ckpt_path: str | None,
+    read: Callable[[str], checkpoints.Checkpoint],
+) -> checkpoints.Checkpoint | None:
+    """Load weights and states of callbacks from a checkpoint, if one was asked for."""
+    trainer.ckpt_path = ckpt_path
+    found = None if ckpt_path is None else read(ckpt_path)
+    point = found and [found.get("epoch"), found.get("global_step")]
+    trainer.runtime.agree("the epoch and step of the checkpoint", point)
+    if found is not None:
+        checkpoints.restore_module(trainer, model, found)
+    return found
+
+
 def _to_device(trainer: Trainer, model: Module) -> None:
     """Bring the module to its device, equal on all ranks; nothing is wrapped: nothing trains."""
     runtime = trainer.runtime
@@ -224,10 +264,11 @@ def _prepare(
         seeding.diverge(runtime.rank)
     else:
         runtime.prepare(model)
-    optimizer, trainer.lr_scheduler_configs = optimizers.parse(
-        model.configure_optimizers(), custom_stepping=overridden(model, "lr_scheduler_step")
+    trainer.optimizers, trainer.lr_scheduler_configs = optimizers.parse(
+        model.configure_optimizers(),
+        custom_stepping=overridden(model, "lr_scheduler_step"),
+        several=not model.automatic_optimization,
     )
-    trainer.optimizers = [optimizer]
     given = val is not None or overridden(model, "val_dataloader")
     stepped = overridden(model, "validation_step")
     if stepped != given:

@@ -18,14 +18,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gpulayer import env as environment
-from gpulayer.pytorch import arguments, calls, data, launching, precision, stages
+from gpulayer.pytorch import (
+    arguments,
+    backends,
+    calls,
+    checkpoints,
+    data,
+    launching,
+    precision,
+    stages,
+)
 from gpulayer.pytorch.arguments import ArgumentError
-from gpulayer.pytorch.callback import Callback
+from gpulayer.pytorch.callback import Callback, Checkpoint
 from gpulayer.pytorch.csvlog import MetricsFile
 from gpulayer.pytorch.evaluation import Outputs
 from gpulayer.pytorch.hooks import Hooks, ordered
 from gpulayer.pytorch.launching import Target
+from gpulayer.pytorch.loop import FitLoop
 from gpulayer.pytorch.metrics import Metrics
+from gpulayer.pytorch.model_checkpoint import ModelCheckpoint
 from gpulayer.pytorch.module import Module
 from gpulayer.pytorch.optimizers import SchedulerConfig
 from gpulayer.pytorch.progress import Progress
@@ -65,9 +76,14 @@ class Trainer:
         accumulate_grad_batches: batches per optimizer step.
         gradient_clip_val, gradient_clip_algorithm: clip by "norm" (default) or "value".
         logger: write metrics.csv.
+        enable_checkpointing: add a `ModelCheckpoint()` where callbacks hold none.
         enable_progress_bar: print progress.
         default_root_dir: where `gpulayer_logs/version_N` goes; default: the rank's output
             directory in a job, else the working directory.
+        deterministic: let torch use deterministic algorithms only, or raise; "warn": or warn; None
+            changes nothing.
+        benchmark: let cuDNN try which algorithms are fastest; None does where a fit plans 1,000
+            steps or more and `deterministic` does not forbid it.
         inference_mode: run validate, test and predict under `torch.inference_mode`, where the
             process group allows it; otherwise, and always inside fit, under `torch.no_grad`.
         use_distributed_sampler: share loaders out over ranks.
@@ -104,8 +120,11 @@ class Trainer:
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
         logger: bool = True,
+        enable_checkpointing: bool | None = True,
         enable_progress_bar: bool = True,
         default_root_dir: str | Path | None = None,
+        deterministic: backends.Deterministic = None,
+        benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
         **unknown: Any,
@@ -120,7 +139,7 @@ class Trainer:
         self.devices = arguments.devices(devices)
         self.num_nodes = arguments.at_least("num_nodes", num_nodes, 1)
         self.precision = _precision(precision, accelerator)
-        self.target: Target = target if isinstance(target, str) else tuple(target)
+        self.target = arguments.target(target)
         self._env = launching.variables(env)
         self._secrets = launching.variables(secrets)
         self._stop_grace_s = stop_grace_s
@@ -152,6 +171,8 @@ class Trainer:
                 f'gradient_clip_algorithm is "norm" or "value", not {gradient_clip_algorithm!r}'
             )
         self.gradient_clip_algorithm = algorithm
+        self.deterministic = backends.check_deterministic(deterministic)
+        self.benchmark = benchmark
         self.inference_mode = inference_mode
         self.use_distributed_sampler = use_distributed_sampler
         self.fast_dev_run = fast_dev_run
@@ -169,7 +190,8 @@ class Trainer:
         self._file: MetricsFile | None = None
         self._log_dir: Path | None = None
 
-        self.callbacks = ordered(_with_timer(_callbacks(callbacks), max_time))
+        own = _with_checkpoint(_callbacks(callbacks), enable_checkpointing is not False)
+        self.callbacks = ordered(_with_timer(own, max_time))
 
         self.stage: str | None = None  # "fit", "validate", "test", "predict" while such a call runs
         self.should_stop = False
@@ -181,6 +203,9 @@ class Trainer:
         self._module: Module | None = None
         self._hooks: Hooks = Hooks(self, Module(), ())
         self._data: stages.TrainingData | None = None
+        self._loop: FitLoop | None = None  # of the fit that runs, or ran last
+        self._ran_elsewhere = False  # the last fit: its optimizers are not here
+        self.ckpt_path: str | None = None  # what the call that runs, or ran last, loaded
         self._num_training_batches: float = float("inf")
         self._max_epochs = -1
         self._min_epochs: int | None = None
@@ -198,23 +223,35 @@ class Trainer:
         model: Module,
         train_dataloaders: data.Loader | None = None,
         val_dataloaders: data.Loaders | None = None,
+        *,
+        ckpt_path: str | Path | None = None,
     ) -> None:
         """Train `model`; afterwards it holds the weights, wherever they were trained.
 
         On other machines and for several devices the ranks run this script from its top up to this
         call and end there, so what follows it runs once, in this process.
 
+        Args:
+            ckpt_path: go on from this checkpoint, exactly; "last" is the newest last*.ckpt, if any;
+                "best" is the best of the fit before.
+
         Raises:
             SystemExit: the training ran elsewhere and failed; with its exit code.
         """
         model = self._checked("fit", model)
         stages.check_fit(model)
-        calls.run(self, model, lambda: stages.fit(self, model, train_dataloaders, val_dataloaders))
+        calls.run(
+            self,
+            model,
+            lambda path: stages.fit(self, model, train_dataloaders, val_dataloaders, path),
+            checkpoint=lambda: checkpoints.choose(self, "fit", ckpt_path, model_given=True),
+        )
 
     def validate(
         self,
         model: Module | None = None,
         dataloaders: data.Loaders | None = None,
+        ckpt_path: str | Path | None = None,
         *,
         verbose: bool = True,
     ) -> Outputs:
@@ -223,26 +260,37 @@ class Trainer:
         Args:
             model: default: the one of the call before.
             dataloaders: default: the module's `val_dataloader`.
+            ckpt_path: load these weights first: a file, "best" or "last"; default: "best" without
+                a model, the weights as they are with one.
             verbose: print the values.
         """
-        return self._evaluate("validate", model, dataloaders, verbose)
+        return self._evaluate("validate", model, dataloaders, ckpt_path, verbose)
 
     def test(
         self,
         model: Module | None = None,
         dataloaders: data.Loaders | None = None,
+        ckpt_path: str | Path | None = None,
         *,
         verbose: bool = True,
     ) -> Outputs:
         """Run `test_step` over loaders; otherwise as `validate`."""
-        return self._evaluate("test", model, dataloaders, verbose)
+        return self._evaluate("test", model, dataloaders, ckpt_path, verbose)
 
     def _evaluate(
-        self, stage: str, model: Module | None, loaders: data.Loaders | None, verbose: bool
+        self,
+        stage: str,
+        model: Module | None,
+        loaders: data.Loaders | None,
+        ckpt_path: str | Path | None,
+        verbose: bool,
     ) -> Outputs:
-        module = self._checked(stage, model)
+        module, given = self._checked(stage, model), model is not None
         found: Outputs = calls.run(
-            self, module, lambda: stages.evaluate(self, module, stage, loaders, verbose)
+            self,
+            module,
+            lambda path: stages.evaluate(self, module, stage, loaders, path, verbose),
+            checkpoint=lambda: checkpoints.choose(self, stage, ckpt_path, model_given=given),
         )
         return found
 
@@ -250,6 +298,7 @@ class Trainer:
         self,
         model: Module | None = None,
         dataloaders: data.Loaders | None = None,
+        ckpt_path: str | Path | None = None,
         *,
         return_predictions: bool = True,
     ) -> list[Any] | None:
@@ -262,22 +311,33 @@ class Trainer:
         Args:
             model: default: the one of the call before.
             dataloaders: default: the module's `predict_dataloader`.
+            ckpt_path: as for `validate`.
             return_predictions: False returns None and keeps nothing.
         """
-        module = self._checked("predict", model)
+        module, given = self._checked("predict", model), model is not None
         found: list[list[Any]] | None = calls.run(
             self,
             module,
-            lambda: stages.predict(
+            lambda path: stages.predict(
                 self,
                 module,
                 dataloaders,
+                path,
                 keep=return_predictions,
                 whole_batches=calls.in_job_of_a_call(),
             ),
+            checkpoint=lambda: checkpoints.choose(self, "predict", ckpt_path, model_given=given),
             shares=True,
         )
         return found[0] if found is not None and len(found) == 1 else found
+
+    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
+        """Write a checkpoint; every rank must call this, rank 0 writes.
+
+        Args:
+            weights_only: leave out what only resuming needs.
+        """
+        checkpoints.save(self, filepath, weights_only)
 
     def _checked(self, call: str, model: Module | None) -> Module:
         model = self._module if model is None else model
@@ -297,6 +357,10 @@ class Trainer:
     def _begin(self, model: Module, stage: str) -> None:
         self._attach(model)
         self.stage = stage
+
+    def _version_dir(self) -> Path | None:
+        """Return the log directory, making it; None without one, and on other ranks than 0."""
+        return None if self._file is None else self._file.directory
 
     def _open_log(self) -> None:
         if self.is_global_zero and self._logs and self._file is None:
@@ -349,9 +413,11 @@ class Trainer:
         self._metrics.callback.update(callback)
         self._metrics.logged.update(logged)
         self._metrics.progress.update(progress)
+        self._ran_elsewhere = True
         for one in self.callbacks:
             if one.state_key in states:
-                one.load_state_dict(states[one.state_key])
+                state = states[one.state_key]
+                one.adopt(state) if isinstance(one, Checkpoint) else one.load_state_dict(state)
 
     def _came_home(self, folder: Path) -> None:
         """Find in `folder` what ranks wrote; here they wrote into a directory they were given."""
@@ -385,6 +451,21 @@ class Trainer:
         """Print what a callback has to say."""
         (self._progress or Progress()).line(line)
 
+    def _validation_follows(self) -> bool:
+        return self._loop is not None and self._loop.validation_follows()
+
+    def _ends_validating_epoch(self) -> bool:
+        return self._loop is not None and self._loop.ends_validating_epoch()
+
+    def _validation_batches(self) -> float:
+        """Return the batches of a validation inside fit, of all loaders; 0: there is none."""
+        evaluation = None if self._loop is None else self._loop.evaluation
+        return 0 if evaluation is None else sum(evaluation.num_batches)
+
+    def _has_validated(self) -> bool:
+        evaluation = None if self._loop is None else self._loop.evaluation
+        return evaluation is not None and evaluation.has_run
+
     def _show(self, stage: str, found: Outputs) -> None:
         if self._progress is not None and self.is_global_zero:
             self._progress.evaluated(stage, found)
@@ -413,6 +494,16 @@ class Trainer:
         if self._runtime is None:
             raise RuntimeError("no fit has begun in this process")
         return self._runtime
+
+    @property
+    def checkpoint_callback(self) -> Checkpoint | None:
+        """The first callback that writes checkpoints."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def checkpoint_callbacks(self) -> list[Checkpoint]:
+        """The callbacks that write checkpoints."""
+        return [one for one in self.callbacks if isinstance(one, Checkpoint)]
 
     @property
     def global_step(self) -> int:
@@ -446,6 +537,11 @@ class Trainer:
     def num_training_batches(self) -> float:
         """Batches of an epoch on each rank; inf where the loader has no length."""
         return self._num_training_batches
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the batch in hand is the last of its training epoch."""
+        return self._loop is not None and self._loop.is_last
 
     @property
     def estimated_stepping_batches(self) -> float:
@@ -516,6 +612,16 @@ def _callbacks(given: Callback | Iterable[Callback] | None) -> list[Callback]:
             hint="override state_key, so that a checkpoint can tell them apart",
         )
     return found
+
+
+def _with_checkpoint(found: list[Callback], wanted: bool) -> list[Callback]:
+    """Add the default ModelCheckpoint, unless there is one."""
+    given = [one for one in found if isinstance(one, Checkpoint)]
+    if given and not wanted:
+        raise ArgumentError(
+            f"enable_checkpointing=False, but callbacks hold a {type(given[0]).__name__}"
+        )
+    return found if given or not wanted else [*found, ModelCheckpoint()]
 
 
 def _with_timer(found: list[Callback], max_time: Any) -> list[Callback]:
