@@ -14,6 +14,7 @@ import copy
 import io
 import os
 import pickle
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -127,7 +128,9 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
 def _unreadable(checkpoint: Checkpoint, error: Exception) -> ArgumentError:
     """Name the part of a checkpoint that cannot be read back."""
     parts = [(repr(key), value) for key, value in checkpoint.items()]
-    parts += [(f"the state of {key}", value) for key, value in checkpoint["callbacks"].items()]
+    parts += [
+        (f"the state of {key}", value) for key, value in checkpoint.get("callbacks", {}).items()
+    ]
     culprit = "something"
     for name, value in parts:
         packed = io.BytesIO()
@@ -138,14 +141,15 @@ def _unreadable(checkpoint: Checkpoint, error: Exception) -> ArgumentError:
         except pickle.UnpicklingError:
             culprit = name
     return ArgumentError(
-        f"{culprit} in the checkpoint could not be read back: {_first_line(error)}",
+        f"{culprit} in the checkpoint could not be read back: {_found_in(error)}",
         hint="tensors, numbers, strings, and lists, tuples and dicts of them can",
     )
 
 
-def _first_line(error: Exception) -> str:
-    found = [line.strip() for line in str(error).splitlines() if "GLOBAL" in line]
-    return (found or str(error).splitlines() or [type(error).__name__])[0]
+def _found_in(error: Exception) -> str:
+    """Return what reading stumbled over."""
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    return found[1] if found else str(error).partition("\n")[0]
 
 
 # -- reading --------------------------------------------------------------------------------------
@@ -164,14 +168,22 @@ def load(path: str | Path, map_location: Any = "cpu") -> Checkpoint:
         found = torch.load(path, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise ArgumentError(
-            f"{str(path)!r} holds more than tensors and plain data: {_first_line(error)}",
+            f"{str(path)!r} holds more than tensors and plain data: {_found_in(error)}",
             hint="code would have to run to read it; it was not written by this Trainer",
         ) from error
-    except (RuntimeError, EOFError, KeyError) as error:
+    except Exception as error:  # of many types, by where in the file the damage is
         raise ArgumentError(f"{str(path)!r} is damaged or no checkpoint: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("state_dict"), Mapping):
         raise ArgumentError(f"{str(path)!r} is no checkpoint: it has no 'state_dict'")
     return found
+
+
+def where_it_was(storage: Any, location: str) -> Any:
+    """Return a storage on the CPU where its device is not here, None to leave it to torch."""
+    absent = (location.startswith("cuda") and not torch.cuda.is_available()) or (
+        location.startswith("mps") and not torch.backends.mps.is_available()
+    )
+    return storage if absent else None
 
 
 def load_for_fit(path: str | Path) -> Checkpoint:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +69,32 @@ class Module(nn.Module):
 
     def predict_dataloader(self) -> Loaders:
         raise NotImplementedError
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path,
+        map_location: Any = None,
+        strict: bool = True,
+        **init_arguments: Any,
+    ) -> Self:
+        """Make a module and give it the weights of a checkpoint.
+
+        Args:
+            map_location: where tensors go, as for `torch.load`; default: to the device they were
+                on, if it is here, else to the CPU.
+            strict: the weights must be exactly the module's.
+            init_arguments: what the module is made with.
+        """
+        from gpulayer.pytorch import checkpoints
+
+        checkpoint = checkpoints.load(checkpoint_path, map_location or checkpoints.where_it_was)
+        module = cls(**init_arguments)
+        module.configure_model()
+        module.on_load_checkpoint(checkpoint)
+        module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        first = next(iter(checkpoint["state_dict"].values()), None)
+        return module.to(first.device) if isinstance(first, Tensor) else module
 
     # -- logging -----------------------------------------------------------------------------
 
