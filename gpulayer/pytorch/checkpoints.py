@@ -63,7 +63,7 @@ def save(trainer: Trainer, path: str | Path, weights_only: bool) -> None:
 
 def _dump(trainer: Trainer, module: Module, weights_only: bool) -> Checkpoint:
     loop = trainer._loop
-    at = Position(Place.BETWEEN, 0, False, True, False) if loop is None else loop.position()
+    at = Position(Place.BETWEEN, 0, False, True, False, 0) if loop is None else loop.position()
     counters = {name: getattr(trainer, f"_{name}") for name in _COUNTERS}
     if at.place is Place.BATCH:
         counters["total_batches"] -= 1  # the one in hand
@@ -254,8 +254,14 @@ def restore_training(trainer: Trainer, checkpoint: Checkpoint) -> Resume | None:
         config.scheduler.load_state_dict(state)
     if not checkpoint["ranks"]:
         return None
-    position = counters["position"]
-    return Resume(position, checkpoint["ranks"], trainer.global_rank, trainer.world_size)
+    found = Resume(
+        counters["position"], checkpoint["ranks"], trainer.global_rank, trainer.world_size
+    )
+    at = found.position
+    if at.place is Place.EPOCH_END and at.within_epoch and trainer.max_steps != -1:
+        trainer._epochs_processed -= 1
+        found.finish_epoch()
+    return found
 
 
 # -- which one ------------------------------------------------------------------------------------

@@ -213,10 +213,10 @@ class FitLoop:
         """Return where a checkpoint is written now."""
         place, done = self._place, self._batch_idx + 1
         if place is Place.BATCH:  # the one in hand is trained anew
-            return Position(place, done - 1, False, self._stepping, False)
+            return Position(place, done - 1, False, self._stepping, False, self.num_batches)
         if place is Place.VALIDATION and self._metrics.hook == "on_validation_end":
             place = Place.VALIDATED
-        return Position(place, done, self.is_last, self._stepping, self._complete)
+        return Position(place, done, self.is_last, self._stepping, self._complete, self.num_batches)
 
     def _batches(self, stream: Iterator[tuple[Any, bool]]) -> bool:
         """Run the batches of an epoch; returns whether the epoch came to its last one."""

@@ -51,6 +51,14 @@ class Position:
     is_last: bool
     stepping: bool
     complete: bool  # the epoch came to its last batch
+    of: float  # batches of the epoch; inf: not known
+
+    @property
+    def within_epoch(self) -> bool:
+        """Whether something of the epoch is left."""
+        if self.place is Place.EPOCH_END:
+            return not self.complete  # cut by a limit, which may be raised
+        return self.place is not Place.BETWEEN
 
 
 class Resume:
@@ -72,6 +80,10 @@ class Resume:
         self._world = world
         self._rank = rank
 
+    def finish_epoch(self) -> None:
+        """Train what is left of an epoch that a limit cut, as if it had not ended."""
+        self.position.place, self.position.is_last = Place.BATCH, False
+
     @property
     def within_epoch(self) -> bool:
         return self.position.place not in (Place.BETWEEN, Place.EPOCH_END)
@@ -88,8 +100,11 @@ class Resume:
             if at.place in TAILS and at.stepping:
                 loop.trainer._batches_that_stepped += 1
             window = loop.trainer.accumulate_grad_batches
-            done = at.done * len(self._ranks) // self._world // window * window
-            self.position = at = Position(Place.BATCH, done, False, True, False)
+            done = at.done * len(self._ranks) // self._world
+            if max(at.of, loop.num_batches) != float("inf"):
+                done = int(at.done * loop.num_batches / at.of)
+            done = done // window * window
+            self.position = at = Position(Place.BATCH, done, False, True, False, loop.num_batches)
         if not self._same and self._rank == 0:
             after = f" after {at.done} batches of the epoch" if self.within_epoch else ""
             warnings.warn(
@@ -147,7 +162,7 @@ def begin(loop: FitLoop) -> dict[str, Any]:
 def capture(loop: FitLoop, at: Position) -> dict[str, Any]:
     """Return this rank's part of a checkpoint."""
     trainer, module = loop.trainer, loop.module
-    within = at.place not in (Place.BETWEEN, Place.EPOCH_END)
+    within = at.within_epoch
     half = within and (
         at.done % trainer.accumulate_grad_batches != 0
         if at.place is Place.BATCH

@@ -1,11 +1,13 @@
-"""A resumed fit is the unbroken one to the bit: weights, counters, rows, metrics, from any place."""
+"""A resumed fit equals the unbroken one to the bit, at any place: weights, rows, metrics."""
 
 from __future__ import annotations
 
 import csv
 import functools
+import logging
 import random
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from ranks import Ranks
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from gpulayer.pytorch import Callback, Module, Trainer
+from gpulayer.pytorch.model_checkpoint import ModelCheckpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SAMPLES = 14
@@ -223,3 +233,207 @@ def check(tmp_path: Path, kind: str, hook: str, count: int, **arguments: Any) ->
     for key, value in expected.items():
         assert found[key] == value, key
     assert later == rows[len(rows) - len(later) :]
+
+
+# -- as Lightning does it ------------------------------------------------------------------------
+
+CASES: list[Any] = [
+    # first run, what is saved, which file, second run
+    ({"max_epochs": 2}, {}, 0, {"max_epochs": 3}),
+    ({"max_epochs": 2}, {}, 1, {"max_epochs": 3}),
+    ({"max_epochs": 2}, {}, 1, {"max_epochs": 2}),
+    ({"max_steps": 5}, {}, 0, {"max_steps": 9}),
+    ({"max_steps": 5}, {}, 0, {"max_epochs": 2}),
+    ({"max_epochs": 2}, {"every_n_train_steps": 3}, 0, {"max_epochs": 2}),
+    ({"max_epochs": 2}, {"every_n_train_steps": 3}, 2, {"max_steps": 12}),
+    ({"val_check_interval": 7}, {}, 0, {"val_check_interval": 7, "max_epochs": 2}),
+    ({"val_check_interval": 3}, {}, 0, {"val_check_interval": 3, "max_epochs": 2}),
+    ({"val_check_interval": 3}, {}, 1, {"val_check_interval": 3, "max_epochs": 2}),
+    ({"max_epochs": 2}, {"every_n_epochs": 2}, 0, {"max_epochs": 1}),
+]
+
+
+def traced(base: Any) -> Any:
+    class Traced(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.zeros(1))
+            self.trace: list[Any] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.at("training_step", batch_idx)
+            return (self.w * batch[0]).sum()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.at("validation_step", batch_idx, self.trainer.sanity_checking)
+
+        def at(self, *what: Any) -> None:
+            self.trace.append((*what, self.trainer.global_step, self.trainer.current_epoch))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    for name in ("on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end"):
+        setattr(Traced, name, lambda self, name=name: self.at(name))
+    return Traced()
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_same_calls_as_lightning_after_resuming(number: int, tmp_path: Path) -> None:
+    lightning = pytest.importorskip("pytorch_lightning", reason="Lightning is not installed")
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    first, checkpoint, which, second = CASES[number]
+
+    def outcome(base: Any, make: Any, callback: Any, folder: Path, **more: Any) -> Any:
+        def numbers(count: int) -> Any:
+            return DataLoader(TensorDataset(torch.arange(1, 1 + count).float()), 1)
+
+        def fit(name: str, ckpt_path: Any, **arguments: Any) -> Any:
+            model = traced(base)
+            saves = callback(dirpath=folder / name, save_top_k=-1, **checkpoint)
+            used = make(
+                accelerator="cpu", devices=1, enable_progress_bar=False, logger=False,
+                default_root_dir=folder, callbacks=[saves],
+                **{"max_epochs": None if "max_steps" in arguments else 1, **more, **arguments},
+            )  # fmt: skip
+            used.fit(model, numbers(7), numbers(2), ckpt_path=ckpt_path)
+            files = sorted((folder / name).glob("*.ckpt"), key=lambda f: int(f.stem.split("=")[2]))
+            return model.trace, (used.global_step, used.current_epoch), files
+
+        file = fit("first", None, **first)[2][which]
+        try:
+            trace, counters, files = fit("second", file, **second)
+        except Exception:
+            return "error"
+        return trace, counters, [path.name for path in files]
+
+    theirs = outcome(
+        lightning.LightningModule, lightning.Trainer, lightning.callbacks.ModelCheckpoint,
+        tmp_path / "theirs", enable_model_summary=False,
+    )  # fmt: skip
+    ours = outcome(Module, Trainer, ModelCheckpoint, tmp_path / "ours")
+    assert ours == theirs
+
+
+def test_run_cut_by_max_steps_goes_on_as_if_it_had_not_ended(tmp_path: Path) -> None:
+    limits = {"max_epochs": None, "val_check_interval": 100, "check_val_every_n_epoch": None}
+    expected, rows = unbroken("shuffled", tuple({**limits, "max_steps": 4}.items()))
+    file = tmp_path / "saved.ckpt"
+    with pytest.raises(Broken):
+        run(
+            tmp_path / "broken", "shuffled", save=SaveAt(file, "on_train_epoch_end", 1),
+            **limits, max_steps=2,
+        )  # fmt: skip
+    resumed, other, later = run(
+        tmp_path / "resumed", "shuffled", ckpt_path=file, **limits, max_steps=4
+    )
+    found = state(resumed, other)
+    assert found == expected
+    assert later == rows[len(rows) - len(later) :]
+
+
+# -- several ranks --------------------------------------------------------------------------------
+
+OVER_RANKS = """
+from gpulayer.pytorch import Callback
+
+class Model(Net):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5),
+            torch.nn.Linear(8, 1),
+        )
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("own", loss, on_step=True, on_epoch=True)
+        self.log("all", loss, sync_dist=True, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.loss(batch) + torch.rand(()), sync_dist=True)
+
+class SaveAt(Callback):
+    def __init__(self, name, hook, count):
+        def save(used, module, *args):
+            self.count -= 1
+            if self.count == 0:
+                used.save_checkpoint(name)
+        self.count = count
+        setattr(self, hook, save)
+
+def run(folder, ckpt_path=None, callbacks=None, **arguments):
+    seed_everything(1)
+    if ckpt_path is not None:
+        torch.manual_seed(2)
+    model = Model()
+    used = trainer(default_root_dir=folder, max_epochs=2, accumulate_grad_batches=3,
+                   val_check_interval=4, enable_checkpointing=False, callbacks=callbacks,
+                   **arguments)
+    train = DataLoader(samples(28), 4 // WORLD, shuffle=True)
+    used.fit(model, train, DataLoader(samples(6, 1), 2), ckpt_path=ckpt_path)
+    return {
+        "weights": {k: v.tolist() for k, v in model.state_dict().items()},
+        "counters": [used.global_step, used.current_epoch, used._total_batches],
+        "metrics": {k: float(v) for k, v in used.callback_metrics.items()},
+        "random": torch.rand(1).item(),
+    }
+"""
+
+
+def rows_of(folder: Path) -> list[dict[str, str]]:
+    with (folder / "gpulayer_logs" / "version_0" / "metrics.csv").open(newline="") as text:
+        return [{k: v for k, v in row.items() if v} for row in csv.DictReader(text)]
+
+
+@pytest.mark.slow
+@pytest.mark.network
+def test_two_ranks_go_on_as_if_unbroken(tmp_path: Path) -> None:
+    places = [
+        ("on_train_batch_end", 1),
+        ("on_train_batch_end", 4),
+        ("on_train_batch_end", 9),
+        ("on_validation_end", 1),
+        ("on_train_epoch_end", 1),
+    ]
+    body = f"""
+    places = {places!r}
+    saves = [SaveAt(f"{{i}}.ckpt", hook, count) for i, (hook, count) in enumerate(places)]
+    whole = run("whole", callbacks=saves)
+    tell(whole=whole, again=[run(str(i), f"{{i}}.ckpt") for i in range(len(places))])
+    """
+    ranks = Ranks(tmp_path / "ranks", textwrap.dedent(OVER_RANKS) + textwrap.dedent(body), 2)
+    ranks.check()
+    whole = rows_of(ranks.path / "whole")
+    for rank in (0, 1):
+        told = ranks.told(rank)
+        for place, again in zip(places, told["again"], strict=True):
+            assert again == told["whole"], (rank, place)
+    for number, place in enumerate(places):
+        later = rows_of(ranks.path / str(number))
+        assert later == whole[len(whole) - len(later) :], place
+
+
+@pytest.mark.slow
+@pytest.mark.network
+def test_other_number_of_ranks_goes_on_at_the_same_share_of_the_epoch(tmp_path: Path) -> None:
+    two = Ranks(
+        tmp_path / "two",
+        OVER_RANKS + 'run("whole", callbacks=SaveAt("a.ckpt", "on_train_batch_end", 4))\ntell()\n',
+        2,
+    ).check()
+    body = f"""
+warnings.simplefilter("always")
+with warnings.catch_warnings(record=True) as caught:
+    seen = []
+    class Told(Callback):
+        def on_train_batch_start(self, used, module, batch, batch_idx):
+            seen.append([used.current_epoch, batch_idx, used.global_step])
+    run("one", {str(two.path / "a.ckpt")!r}, callbacks=Told())
+tell(seen=seen, warned=[str(one.message) for one in caught])
+"""
+    one = Ranks(tmp_path / "one", OVER_RANKS + body, 1).check()
+    told = one.told()
+    assert told["seen"][0] == [0, 3, 1]  # 4 of 7 batches were trained; windows are of 3
+    assert any("written by 2 ranks and 1 go on" in text for text in told["warned"])
