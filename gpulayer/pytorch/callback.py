@@ -196,4 +196,4 @@ class Checkpoint(MetricCallback):
         self.load_state_dict(state_dict)
 
     def moved(self, folder_from: Path, folder_to: Path) -> None:
-        """Note that files below one folder, where the call ran, lie below another one here."""
+        """Note that files below one folder, where the call ran, may lie below another one here."""

@@ -106,6 +106,8 @@ def _elsewhere(
     found = outcome.output_dir / inside
     returned = _adopt(trainer, model, found)
     trainer._came_home(outcome.output_dir)
+    trainer.ckpt_path = checkpoint
+    results.write_callbacks(trainer._callback_states(), found)  # with paths that are of here
     if shares:
         ranks = range(1, results.read(found).document["counters"]["world_size"])
         others = (outcome.output_dir / f"rank{rank}" / inside for rank in ranks)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from gpulayer.env import rank_env
 from gpulayer.pytorch.arguments import ArgumentError
 from gpulayer.pytorch.cadence import Cadence
 from gpulayer.pytorch.callback import Checkpoint
@@ -189,8 +190,10 @@ class ModelCheckpoint(Checkpoint):
 
     def moved(self, folder_from: Path, folder_to: Path) -> None:
         def here(path: str) -> str:
-            inside = path and Path(path).is_relative_to(folder_from)
-            return str(folder_to / Path(path).relative_to(folder_from)) if inside else path
+            if not path or not Path(path).is_relative_to(folder_from):
+                return path
+            came = folder_to / Path(path).relative_to(folder_from)
+            return str(came) if came.exists() else path
 
         self.dirpath = self.dirpath and here(self.dirpath)
         self.best_model_path = here(self.best_model_path)
@@ -469,7 +472,7 @@ class ModelCheckpoint(Checkpoint):
 
 
 def _link(target: Path, link: Path) -> None:
-    """Make `link` point to a file, relatively; a copy where links are forbidden."""
+    """Make `link` point to a file, relatively; in a job to the same data: links stay there."""
     if target.absolute() == link.absolute():
         return
     if link.is_dir() and not link.is_symlink():
@@ -477,8 +480,11 @@ def _link(target: Path, link: Path) -> None:
     else:
         link.unlink(missing_ok=True)
     try:
-        link.symlink_to(os.path.relpath(target, link.parent))
-    except OSError:
+        if rank_env() is None:
+            link.symlink_to(os.path.relpath(target, link.parent))
+        else:
+            link.hardlink_to(target)
+    except OSError:  # some systems and users may not
         shutil.copy(target, link)
 
 

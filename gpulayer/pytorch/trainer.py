@@ -190,6 +190,7 @@ class Trainer:
         self._file: MetricsFile | None = None
         self._log_dir: Path | None = None
 
+        self._folders: list[Path] = []  # of the rank whose result was taken over
         own = _with_checkpoint(_callbacks(callbacks), enable_checkpointing is not False)
         self.callbacks = ordered(_with_timer(own, max_time))
 
@@ -392,6 +393,7 @@ class Trainer:
             "log_dir": str(log_dir.relative_to(output)) if log_dir and inside else None,
         }
 
+            "folders": [str(self.runtime.output_dir), str(environment.START_DIR)],
     def _restore(
         self,
         counters: Mapping[str, Any],
@@ -411,6 +413,7 @@ class Trainer:
         self._log_dir = Path(counters["log_dir"]) if counters["log_dir"] else None
         self._metrics.forget()
         self._metrics.callback.update(callback)
+        self._folders = [Path(one) for one in counters.get("folders", ())]
         self._metrics.logged.update(logged)
         self._metrics.progress.update(progress)
         self._ran_elsewhere = True
@@ -426,6 +429,10 @@ class Trainer:
             self._log_dir = came if came.is_dir() else environment.START_DIR / self._log_dir
 
     # -- what the loops tell -----------------------------------------------------------------
+        for one in self.checkpoint_callbacks:
+            for there in self._folders:
+                one.moved(there, folder)
+                one.moved(there, environment.START_DIR)
 
     def _log_row(
         self, row: dict[str, Tensor | float], step: int | None = None, shift: int = 0

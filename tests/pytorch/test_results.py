@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from gpulayer import launcher
 from gpulayer.launcher import JobOutcome
 from gpulayer.pytorch import Trainer, results
 from gpulayer.pytorch.arguments import ArgumentError
+from gpulayer.pytorch.model_checkpoint import ModelCheckpoint
 
 
 class Odd(OneWeight):
@@ -225,3 +227,56 @@ def test_layers_made_by_configure_model_exist_before_the_weights_arrive(
 
     Elsewhere(script, tmp_path, monkeypatch)
     assert script().late.weight.shape == (1, 1)
+
+
+def test_checkpoints_come_home_and_go_to_the_ranks_of_later_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Model(Validated):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("weight", self.weight)
+
+    found: dict[str, Any] = {}
+
+    def note(name: str, value: Any) -> None:
+        found.setdefault(name, value)  # by the launching side: ranks that repeat it come later
+
+    def script() -> None:
+        model = Model()
+        kept = ModelCheckpoint(monitor="sum", save_last="link", save_top_k=2)
+        there = trainer(target="mesh", logger=True, default_root_dir=None, callbacks=kept)
+        there.fit(model, loader(3), loader(3))
+        note("paths", [kept.best_model_path, kept.last_model_path, *kept.best_k_models])
+        note("dirpath", kept.dirpath)
+        with torch.no_grad():
+            model.weight += 1000
+        note("best", there.test(model, loader(1), ckpt_path="best", verbose=False))
+        note("used", there.ckpt_path)
+        again = trainer(target="mesh", callbacks=ModelCheckpoint(monitor="sum"), max_epochs=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "best" by default; another directory
+            note("default", there.validate(dataloaders=loader(1), verbose=False))
+            again.fit(model, loader(3), loader(3), ckpt_path=kept.best_model_path)
+        note("again", (again.global_step, model.weight.item()))
+        there.max_epochs = 3
+        there.fit(model, loader(3), loader(3))
+        note("later", [kept.best_model_path, kept.last_model_path, *kept.best_k_models])
+
+    machine = Elsewhere(script, tmp_path, monkeypatch)
+    script()
+    home = tmp_path / "job1" / "gpulayer_logs" / "version_0" / "checkpoints"
+    assert found["dirpath"] == str(home)
+    best, last = str(home / "epoch=0-step=3.ckpt"), str(home / "last.ckpt")
+    assert found["paths"] == [best, last, best]
+    assert found["used"] == best
+    assert Path(last).is_file()
+    assert found["best"] == [{"weight": -6.0}]
+    assert found["default"] == [{"mean": 1.0, "sum": 1.0}]
+    assert found["again"] == (6, -12.0)
+    sent = [[n for n in r["extra_files"] if n.endswith(".ckpt")] for r in machine.requests]
+    assert sent == [
+        [], [".gpulayer-replay/1.ckpt"], [".gpulayer-replay/2.ckpt"], [".gpulayer-replay/3.ckpt"],
+        [],
+    ]  # fmt: skip
+    assert all(Path(path).is_file() for path in found["later"])
+    assert len(found["later"]) == 4
