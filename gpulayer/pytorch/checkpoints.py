@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import io
 import os
-import pickle
 import re
 import warnings
 from collections.abc import Mapping
@@ -119,8 +118,10 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
         # Mapped, so that only the structure is read.
         torch.load(temporary, map_location="cpu", weights_only=True, mmap=True)
         os.replace(temporary, path)
-    except pickle.UnpicklingError as error:
-        raise _unreadable(checkpoint, error) from error
+    except Exception as error:
+        if _refused(error):
+            raise _unreadable(checkpoint, error) from error
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -138,7 +139,7 @@ def _unreadable(checkpoint: Checkpoint, error: Exception) -> ArgumentError:
         packed.seek(0)
         try:
             torch.load(packed, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
+        except Exception:
             culprit = name
     return ArgumentError(
         f"{culprit} in the checkpoint could not be read back: {_found_in(error)}",
@@ -148,6 +149,11 @@ def _unreadable(checkpoint: Checkpoint, error: Exception) -> ArgumentError:
 
 def _found_in(error: Exception) -> str:
     """Return what reading stumbled over."""
+def _refused(error: Exception) -> bool:
+    """Return whether reading would have had to run code; the type's module is not imported here."""
+    return type(error).__name__ == "UnpicklingError"
+
+
     found = re.search(r"GLOBAL (\S+)", str(error))
     return found[1] if found else str(error).partition("\n")[0]
 
@@ -166,14 +172,14 @@ def load(path: str | Path, map_location: Any = "cpu") -> Checkpoint:
         raise FileNotFoundError(f"there is no checkpoint {str(path)!r}")
     try:
         found = torch.load(path, map_location=map_location, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ArgumentError(
-            f"{str(path)!r} holds more than tensors and plain data: {_found_in(error)}",
-            hint="code would have to run to read it; it was not written by this Trainer",
-        ) from error
     except Exception as error:  # of many types, by where in the file the damage is
         raise ArgumentError(f"{str(path)!r} is damaged or no checkpoint: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("state_dict"), Mapping):
+        if _refused(error):
+            raise ArgumentError(
+                f"{str(path)!r} holds more than tensors and plain data: {_found_in(error)}",
+                hint="code would have to run to read it; it was not written by this Trainer",
+            ) from error
         raise ArgumentError(f"{str(path)!r} is no checkpoint: it has no 'state_dict'")
     return found
 
