@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gpulayer.pytorch.module import Module
     from gpulayer.pytorch.runtime import Runtime
     from gpulayer.pytorch.seeding import seed_everything
+    from gpulayer.pytorch.step_monitor import StepMonitor
     from gpulayer.pytorch.timer import Timer
     from gpulayer.pytorch.trainer import Trainer
 
@@ -30,6 +31,7 @@ _HOME = {
     "ModelCheckpoint": "model_checkpoint",
     "Module": "module",
     "Runtime": "runtime",
+    "StepMonitor": "step_monitor",
     "Timer": "timer",
     "Trainer": "trainer",
     "is_launcher_process": "launching",
@@ -44,6 +46,7 @@ __all__ = [
     "ModelCheckpoint",
     "Module",
     "Runtime",
+    "StepMonitor",
     "Timer",
     "Trainer",
     "is_launcher_process",

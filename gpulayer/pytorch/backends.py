@@ -16,7 +16,7 @@ WORTH_TUNING = 1000  # steps: fewer do not win back what autotuning costs at the
 def check_deterministic(value: object) -> Deterministic:
     """Return `value` if it is one that `deterministic` can have."""
     if value is None or isinstance(value, bool) or value == "warn":
-        return value  # type: ignore[return-value]
+        return value
     raise ArgumentError(f'deterministic is True, False, "warn" or None, not {value!r}')
 
 

@@ -61,7 +61,7 @@ def save(trainer: Trainer, path: str | Path, weights_only: bool) -> None:
 
 
 def _dump(trainer: Trainer, module: Module, weights_only: bool) -> Checkpoint:
-    loop = trainer._loop
+    loop, strategy = trainer._loop, trainer._strategy
     at = Position(Place.BETWEEN, 0, False, True, False, 0) if loop is None else loop.position()
     counters = {name: getattr(trainer, f"_{name}") for name in _COUNTERS}
     if at.place is Place.BATCH:
@@ -71,14 +71,16 @@ def _dump(trainer: Trainer, module: Module, weights_only: bool) -> Checkpoint:
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
         "gpulayer_version": __version__,
-        "state_dict": module.state_dict(),
+        "state_dict": strategy.state_dict() if strategy else module.state_dict(),
         "loops": {"fit_loop": {**counters, "position": position}},
     }
     if weights_only:
         module.on_save_checkpoint(checkpoint)
         return checkpoint
     checkpoint["callbacks"] = trainer._callback_states()
-    checkpoint["optimizer_states"] = [one.state_dict() for one in trainer.optimizers]
+    checkpoint["optimizer_states"] = [
+        strategy.optimizer_state(one) for one in trainer.optimizers if strategy
+    ]
     checkpoint["lr_schedulers"] = [
         config.scheduler.state_dict() for config in trainer.lr_scheduler_configs
     ]
@@ -147,13 +149,13 @@ def _unreadable(checkpoint: Checkpoint, error: Exception) -> ArgumentError:
     )
 
 
-def _found_in(error: Exception) -> str:
-    """Return what reading stumbled over."""
 def _refused(error: Exception) -> bool:
     """Return whether reading would have had to run code; the type's module is not imported here."""
     return type(error).__name__ == "UnpicklingError"
 
 
+def _found_in(error: Exception) -> str:
+    """Return what reading stumbled over."""
     found = re.search(r"GLOBAL (\S+)", str(error))
     return found[1] if found else str(error).partition("\n")[0]
 
@@ -173,13 +175,13 @@ def load(path: str | Path, map_location: Any = "cpu") -> Checkpoint:
     try:
         found = torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:  # of many types, by where in the file the damage is
-        raise ArgumentError(f"{str(path)!r} is damaged or no checkpoint: {error}") from error
-    if not isinstance(found, dict) or not isinstance(found.get("state_dict"), Mapping):
         if _refused(error):
             raise ArgumentError(
                 f"{str(path)!r} holds more than tensors and plain data: {_found_in(error)}",
                 hint="code would have to run to read it; it was not written by this Trainer",
             ) from error
+        raise ArgumentError(f"{str(path)!r} is damaged or no checkpoint: {error}") from error
+    if not isinstance(found, dict) or not isinstance(found.get("state_dict"), Mapping):
         raise ArgumentError(f"{str(path)!r} is no checkpoint: it has no 'state_dict'")
     return found
 
@@ -252,8 +254,9 @@ def restore_training(trainer: Trainer, checkpoint: Checkpoint) -> Resume | None:
             f"the checkpoint has states of {len(states)} optimizers, and configure_optimizers "
             f"returned {len(trainer.optimizers)}"
         )
+    assert trainer._strategy is not None
     for optimizer, state in zip(trainer.optimizers, states, strict=True):
-        optimizer.load_state_dict(state)
+        trainer._strategy.load_optimizer_state(optimizer, state)
     for config, state in zip(
         trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=False
     ):

@@ -11,7 +11,7 @@ import inspect
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +116,7 @@ class Evaluation:
         flags = [(part, part.training) for part in self._module.modules()]
         outputs: list[dict[str, Tensor | float]] = []
         common: dict[str, Tensor | float] = {}
-        with without_gradients(trainer, self._stage):
+        with without_gradients(trainer, self._stage), self._local_forward():
             self._call_own("model_eval")
             self._call("start")
             self._call("epoch_start")
@@ -152,6 +152,11 @@ class Evaluation:
                 for part, training in flags:
                     part.training = training
         return [{name: float(v) for name, v in (one | common).items()} for one in outputs]
+
+    def _local_forward(self) -> AbstractContextManager[Any]:
+        """Return a block in which forward passes need no other rank."""
+        strategy = self._trainer._strategy
+        return strategy.evaluating() if strategy and self._stage == "fit" else nullcontext()
 
     def _batch(self, batch: Any, batch_idx: int, index: int) -> None:
         metrics = self._metrics
@@ -238,6 +243,9 @@ def bounded(loader: data.Loader, limit: float) -> Iterator[Any]:
 
 def takes(function: Callable[..., Any], count: int) -> bool:
     """Return whether a function can be called with `count` positional arguments."""
+    wrapped = getattr(function, "__wrapped__", None)
+    if inspect.ismethod(wrapped):  # a method that FSDP2 replaced
+        function = wrapped
     try:
         inspect.signature(function).bind(*range(count))
     except TypeError:

@@ -12,14 +12,13 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from gpulayer.pytorch import data
 from gpulayer.pytorch.arguments import ArgumentError, batches
@@ -32,24 +31,10 @@ from gpulayer.pytorch.resume import Place, Position, Resume, begin
 
 if TYPE_CHECKING:
     from gpulayer.pytorch.optimizers import SchedulerConfig
+    from gpulayer.pytorch.strategy import Strategy
     from gpulayer.pytorch.trainer import Trainer
 
 _INF = float("inf")
-
-
-class StepForward(nn.Module):
-    """Makes `training_step` the forward of a module, so that DDP's hooks run around it."""
-
-    def __init__(self, module: Module) -> None:
-        super().__init__()
-        self.module = module
-        self.after_step: Callable[[], None] | None = None
-
-    def forward(self, *args: Any) -> Any:
-        output = self.module.training_step(*args)
-        if self.after_step is not None:
-            self.after_step()
-        return output
 
 
 class FitLoop:
@@ -62,7 +47,7 @@ class FitLoop:
         loader: data.Loader,
         num_batches: float,
         evaluation: Evaluation | None,
-        wrapped: DistributedDataParallel | None,
+        strategy: Strategy,
         resume: Resume | None = None,
     ) -> None:
         self.trainer = trainer
@@ -76,14 +61,15 @@ class FitLoop:
         self._runtime = trainer.runtime
         self._hooks = trainer._hooks
         self._transfer = transfer_of(module, self._runtime.device)
-        self.wrapped = wrapped
-        self._forward: Callable[..., Any] = module.training_step if wrapped is None else wrapped
+        self.strategy = strategy
+        self._wrapped = strategy.wrapped
+        self._forward = strategy.forward
         self._takes_index = takes(module.training_step, 2)
         self._autocast = self._runtime.autocast if self._runtime.precision.mixed else None
         self._scaler = self._runtime.scaler
         self._manual: ManualOptimization | None = None
         if not module.automatic_optimization:
-            self._manual = module._manual = ManualOptimization(trainer, module, wrapped)
+            self._manual = module._manual = ManualOptimization(trainer, module, strategy.wrapped)
             self._forward = self._manual.forward
         elif self._scaler is not None:
             self.optimizer = ScaledOptimizer(self.optimizer, self._scaler, self._before_step)
@@ -267,13 +253,8 @@ class FitLoop:
         Args:
             done: what of it a checkpoint has behind it.
         """
-        trainer, log_every = self.trainer, self._log_every
-        if (
-            done is Place.BATCH_END
-            and self._stepping
-            and log_every
-            and ((trainer._batches_that_stepped + 1) % log_every == 0 or trainer.should_stop)
-        ):
+        trainer = self.trainer
+        if done is Place.BATCH_END and self.row_due():
             trainer._log_row(self._metrics.row())
         if (
             done is not Place.VALIDATED
@@ -286,6 +267,15 @@ class FitLoop:
                 self._step_scheduler_list(self._step_plateaus, self._batch_idx + 1)
             trainer._batches_that_stepped += 1
         trainer._progress_step(self._batch_idx + 1, self.num_batches, self._loss)
+
+    def row_due(self) -> bool:
+        """Return whether the step of the batch in hand is one whose values are written."""
+        trainer, every = self.trainer, self._log_every
+        return (
+            self._stepping
+            and every > 0
+            and ((trainer._batches_that_stepped + 1) % every == 0 or trainer.should_stop)
+        )
 
     def _stream(self, iterator: Iterator[Any], done: int = 0) -> Iterator[tuple[Any, bool]]:
         """Yield (batch, whether it is the last of the epoch), `done` batches into it."""
@@ -371,7 +361,7 @@ class FitLoop:
         self._loss = self._outputs.get("loss")
 
     def _unsynchronised(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.wrapped is None else self.wrapped.no_sync()
+        return self.strategy.unsynchronised()
 
     def _stepping_closure(self) -> Tensor | None:
         loss = self._closure()
@@ -391,7 +381,7 @@ class FitLoop:
                 with self._autocast():
                     output = self._forward(*self._args)
         except RuntimeError as error:
-            if self.wrapped is None or "Expected to have finished reduction" not in str(error):
+            if self._wrapped is None or "Expected to have finished reduction" not in str(error):
                 raise
             raise self._unused_parameters(str(error)) from error
         loss = self._loss_of(output)

@@ -503,7 +503,7 @@ class Metrics:
     def _find_batch_size(self, name: str) -> int:
         if self.batch is None:
             return 1
-        sizes = iter(_sizes(self.batch))
+        sizes = iter(batch_sizes(self.batch))
         size = next(sizes, None)
         if size is None:
             raise ArgumentError(
@@ -572,13 +572,13 @@ def _to_device(held: list[Any], device: torch.device) -> Any:
     return value.to(device) if elsewhere else value
 
 
-def _sizes(batch: Any) -> Iterable[int]:
+def batch_sizes(batch: Any) -> Iterable[int]:
     """Yield the first dimension of each tensor in a batch, depth first; 1 for a 0-dim one."""
     if isinstance(batch, Tensor):
         yield batch.shape[0] if batch.dim() else 1
     elif isinstance(batch, Iterable) and not isinstance(batch, str | bytes):
         for value in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from _sizes(value)
+            yield from batch_sizes(value)
     elif hasattr(batch, "__dataclass_fields__"):
         for name in batch.__dataclass_fields__:
-            yield from _sizes(getattr(batch, name))
+            yield from batch_sizes(getattr(batch, name))

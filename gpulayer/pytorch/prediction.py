@@ -46,6 +46,8 @@ class Prediction:
         self._module = module
         self._keep = keep
         self._travels = whole_batches
+        # Where whole batches are shared out, a batch has the number it has in one process.
+        self._first, self._step = (runtime.rank, runtime.world_size) if whole_batches else (0, 1)
         self._hooks = trainer._hooks
         self._loaders = data.for_prediction(
             loaders,
@@ -79,7 +81,8 @@ class Prediction:
             self._call("start")
             self._call("epoch_start")
             for index, loader in enumerate(self._loaders):
-                for batch_idx, batch in enumerate(bounded(loader, self._num_batches[index])):
+                for number, batch in enumerate(bounded(loader, self._num_batches[index])):
+                    batch_idx = self._first + number * self._step
                     output = self._batch(batch, batch_idx, index)
                     if self._keep:
                         if self._travels:

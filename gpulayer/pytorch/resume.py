@@ -139,14 +139,10 @@ class Resume:
             return
         if not self.reads:
             data.make_equal(loop.loader, mine["generators"], mine["workers"])
-        for name, parameter in loop.module.named_parameters():
-            if name in mine["gradients"]:
-                parameter.grad = mine["gradients"][name].to(parameter.device)
+        loop.strategy.load_gradients(mine["gradients"])
         with torch.no_grad():
             for name, buffer in mine["buffers"].items():
                 set_buffer(loop.module, name, buffer)
-        if mine["gradients"] and loop.wrapped is not None:
-            loop.wrapped.require_forward_param_sync = False  # as after a batch of the window
         seeding.restore(mine["random"], device)
 
 
@@ -176,13 +172,7 @@ def capture(loop: FitLoop, at: Position) -> dict[str, Any]:
         "loader": save() if within and callable(save) else None,
         "generators": data.generator_states(loop.loader),
         "workers": data.has_workers(loop.loader),
-        "gradients": {
-            name: parameter.grad.cpu()
-            for name, parameter in module.named_parameters()
-            if parameter.grad is not None
-        }
-        if half
-        else {},
+        "gradients": loop.strategy.gradients() if half else {},
         # Data parallelism takes rank 0's at the next step only; a validation before it does not.
         "buffers": {
             name: buffer.cpu()

@@ -11,16 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch.nn.parallel import DistributedDataParallel
-
 from gpulayer.pytorch import arguments, backends, checkpoints, data, optimizers, seeding
 from gpulayer.pytorch.arguments import ArgumentError
 from gpulayer.pytorch.evaluation import Evaluation, Outputs
 from gpulayer.pytorch.hooks import Hooks
-from gpulayer.pytorch.loop import FitLoop, StepForward, fit_batches
+from gpulayer.pytorch.loop import FitLoop, fit_batches
 from gpulayer.pytorch.module import Module, overridden
 from gpulayer.pytorch.prediction import Prediction
 from gpulayer.pytorch.runtime import Runtime
+from gpulayer.pytorch.strategy import Replicated, Strategy
 from gpulayer.pytorch.timer import Timer
 
 if TYPE_CHECKING:
@@ -85,7 +84,7 @@ def fit(
         trainer._data = TrainingData(trainer, model, train)
         try:
             checkpoint = _load(trainer, model, ckpt_path, checkpoints.load_for_fit)
-            evaluation, wrapped = _prepare(trainer, model, val)
+            evaluation, strategy = _prepare(trainer, model, val)
             _call(trainer, "on_fit_start")
             resume = None
             if checkpoint is not None:
@@ -102,13 +101,13 @@ def fit(
                 backends.set_benchmark(trainer.benchmark, trainer.deterministic, steps)
                 _warn_at_start(trainer, model)
                 trainer._loop = FitLoop(
-                    trainer, model, loader, batches, evaluation, wrapped, resume
+                    trainer, model, loader, batches, evaluation, strategy, resume
                 )
                 trainer._loop.run()
         finally:
             trainer._flush()
             model._manual = None
-        model.cpu()
+        strategy.release()
         _call(trainer, "on_fit_end")
 
 
@@ -253,17 +252,13 @@ def _limits(trainer: Trainer) -> None:
 
 def _prepare(
     trainer: Trainer, model: Module, val: data.Loaders | None
-) -> tuple[Evaluation | None, DistributedDataParallel | None]:
-    """Bring the module to its device, wrap it, and build optimizers and validation."""
+) -> tuple[Evaluation | None, Strategy]:
+    """Bring the module to its device, ready to train, and build optimizers and validation."""
     runtime = trainer.runtime
-    wrapped = None
+    strategy = trainer._strategy = _strategy(trainer, model)
+    strategy.prepare()  # also makes all ranks' weights equal
     if runtime.world_size > 1:
-        prepared = runtime.prepare(StepForward(model))  # also makes all ranks' weights equal
-        assert isinstance(prepared, DistributedDataParallel)
-        wrapped = prepared
         seeding.diverge(runtime.rank)
-    else:
-        runtime.prepare(model)
     trainer.optimizers, trainer.lr_scheduler_configs = optimizers.parse(
         model.configure_optimizers(),
         custom_stepping=overridden(model, "lr_scheduler_step"),
@@ -275,8 +270,16 @@ def _prepare(
         absent = "no validation loader" if stepped else "no validation_step"
         warnings.warn(f"there is {absent}: validation is skipped", stacklevel=5)
     if not given or not stepped or trainer.limit_val_batches == 0:
-        return None, wrapped
-    return Evaluation(trainer, model, "fit", _source(model, "val_dataloader", val)), wrapped
+        return None, strategy
+    return Evaluation(trainer, model, "fit", _source(model, "val_dataloader", val)), strategy
+
+
+def _strategy(trainer: Trainer, model: Module) -> Strategy:
+    if trainer.strategy == "fsdp":
+        from gpulayer.pytorch.sharded import FullySharded
+
+        return FullySharded(trainer.runtime, model)
+    return Replicated(trainer.runtime, model)
 
 
 def _sanity_check(trainer: Trainer, evaluation: Evaluation) -> None:

@@ -28,6 +28,7 @@ from gpulayer.pytorch import (
     precision,
     stages,
 )
+from gpulayer.pytorch import strategy as strategies
 from gpulayer.pytorch.arguments import ArgumentError
 from gpulayer.pytorch.callback import Callback, Checkpoint
 from gpulayer.pytorch.csvlog import MetricsFile
@@ -44,7 +45,6 @@ from gpulayer.pytorch.runtime import Runtime
 from gpulayer.pytorch.timer import Timer
 
 _LOGS = "gpulayer_logs"
-_STRATEGIES = ("auto", "ddp", "ddp_find_unused_parameters_true")
 
 
 class Trainer:
@@ -52,8 +52,9 @@ class Trainer:
 
     Args:
         accelerator: "auto", "cpu", "gpu", "cuda", "rocm" or "mps".
-        strategy: "auto", "ddp" or "ddp_find_unused_parameters_true"; ddp whenever there are
-            several processes.
+        strategy: "auto", "ddp" (whenever there are several processes),
+            "ddp_find_unused_parameters_true", or "fsdp": parameters, gradients and optimizer
+            states are split over the ranks.
         devices: processes per node; "auto" is every GPU, or one process where there is none.
         num_nodes: machines.
         precision: "32-true", "bf16-mixed" (cpu, cuda) or "16-mixed" (cuda).
@@ -130,9 +131,9 @@ class Trainer:
         **unknown: Any,
     ) -> None:
         arguments.refuse("Trainer", unknown)
-        if strategy not in _STRATEGIES:
+        if strategy not in strategies.NAMES:
             raise ArgumentError(
-                f"unknown strategy {strategy!r}", hint=f"one of {', '.join(_STRATEGIES)}"
+                f"unknown strategy {strategy!r}", hint=f"one of {', '.join(strategies.NAMES)}"
             )
         self.accelerator = accelerator
         self.strategy = strategy
@@ -189,8 +190,8 @@ class Trainer:
         self._root_dir = None if default_root_dir is None else Path(default_root_dir)
         self._file: MetricsFile | None = None
         self._log_dir: Path | None = None
-
         self._folders: list[Path] = []  # of the rank whose result was taken over
+
         own = _with_checkpoint(_callbacks(callbacks), enable_checkpointing is not False)
         self.callbacks = ordered(_with_timer(own, max_time))
 
@@ -204,6 +205,7 @@ class Trainer:
         self._module: Module | None = None
         self._hooks: Hooks = Hooks(self, Module(), ())
         self._data: stages.TrainingData | None = None
+        self._strategy: strategies.Strategy | None = None
         self._loop: FitLoop | None = None  # of the fit that runs, or ran last
         self._ran_elsewhere = False  # the last fit: its optimizers are not here
         self.ckpt_path: str | None = None  # what the call that runs, or ran last, loaded
@@ -391,9 +393,9 @@ class Trainer:
             "num_training_batches": arguments.plain(self._num_training_batches),
             "world_size": self.world_size,
             "log_dir": str(log_dir.relative_to(output)) if log_dir and inside else None,
+            "folders": [str(self.runtime.output_dir), str(environment.START_DIR)],
         }
 
-            "folders": [str(self.runtime.output_dir), str(environment.START_DIR)],
     def _restore(
         self,
         counters: Mapping[str, Any],
@@ -411,9 +413,9 @@ class Trainer:
         batches = counters["num_training_batches"]
         self._num_training_batches = float("inf") if batches is None else batches
         self._log_dir = Path(counters["log_dir"]) if counters["log_dir"] else None
+        self._folders = [Path(one) for one in counters.get("folders", ())]
         self._metrics.forget()
         self._metrics.callback.update(callback)
-        self._folders = [Path(one) for one in counters.get("folders", ())]
         self._metrics.logged.update(logged)
         self._metrics.progress.update(progress)
         self._ran_elsewhere = True
@@ -427,12 +429,12 @@ class Trainer:
         if self._log_dir is not None:
             came = folder / self._log_dir
             self._log_dir = came if came.is_dir() else environment.START_DIR / self._log_dir
-
-    # -- what the loops tell -----------------------------------------------------------------
         for one in self.checkpoint_callbacks:
             for there in self._folders:
                 one.moved(there, folder)
                 one.moved(there, environment.START_DIR)
+
+    # -- what the loops tell -----------------------------------------------------------------
 
     def _log_row(
         self, row: dict[str, Tensor | float], step: int | None = None, shift: int = 0
@@ -544,6 +546,9 @@ class Trainer:
     def num_training_batches(self) -> float:
         """Batches of an epoch on each rank; inf where the loader has no length."""
         return self._num_training_batches
+
+    def _row_due(self) -> bool:
+        return self._loop is not None and self._loop.row_due()
 
     @property
     def is_last_batch(self) -> bool:

@@ -1,0 +1,101 @@
+"""How a module trains replicated on all ranks: DDP, or the bare module on one rank.
+
+`sharded` has the other way, with the same methods; the loops ask nothing else about ranks. State
+dicts are whole and plain in both, so that any run can read a checkpoint. Does not know steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from gpulayer.pytorch.module import Module
+    from gpulayer.pytorch.runtime import Runtime
+    from gpulayer.pytorch.sharded import FullySharded
+
+Strategy: TypeAlias = "Replicated | FullySharded"
+NAMES = ("auto", "ddp", "ddp_find_unused_parameters_true", "fsdp")
+
+
+class StepForward(nn.Module):
+    """Makes `training_step` the forward of a module, so that DDP's hooks run around it."""
+
+    def __init__(self, module: Module) -> None:
+        super().__init__()
+        self.module = module
+        self.after_step: Callable[[], None] | None = None
+
+    def forward(self, *args: Any) -> Any:
+        output = self.module.training_step(*args)
+        if self.after_step is not None:
+            self.after_step()
+        return output
+
+
+class Replicated:
+    """Every rank has the whole module and DDP averages gradients; one rank needs no wrapper."""
+
+    def __init__(self, runtime: Runtime, module: Module) -> None:
+        self._runtime = runtime
+        self._module = module
+        self.wrapped: DistributedDataParallel | None = None
+        self.forward: Callable[..., Any] = module.training_step
+
+    def prepare(self) -> None:
+        """Bring the module to its device, equal on all ranks, ready to train."""
+        if self._runtime.world_size == 1:
+            self._runtime.prepare(self._module)
+            return
+        wrapped = self._runtime.prepare(StepForward(self._module))
+        assert isinstance(wrapped, DistributedDataParallel)
+        self.wrapped = self.forward = wrapped
+
+    def unsynchronised(self) -> AbstractContextManager[Any]:
+        """Return a block in which backward leaves gradients on their rank."""
+        return nullcontext() if self.wrapped is None else self.wrapped.no_sync()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return this rank's gradients by parameter, on the CPU."""
+        return {
+            name: parameter.grad.cpu()
+            for name, parameter in self._module.named_parameters()
+            if parameter.grad is not None
+        }
+
+    def load_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Take back what `gradients` returned."""
+        for name, parameter in self._module.named_parameters():
+            if name in gradients:
+                parameter.grad = gradients[name].to(parameter.device)
+        if gradients and self.wrapped is not None:
+            self.wrapped.require_forward_param_sync = False  # as after a batch of the window
+
+    def evaluating(self) -> AbstractContextManager[Any]:
+        """Return a block in which ranks may run unequal numbers of forward passes."""
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the module's whole state; all ranks must ask."""
+        return self._module.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any], *, strict: bool = True) -> None:
+        """Load a whole state."""
+        self._module.load_state_dict(state, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's whole state; all ranks must ask."""
+        return optimizer.state_dict()
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load a whole state of an optimizer."""
+        optimizer.load_state_dict(state)
+
+    def release(self) -> None:
+        """Leave the module as a plain one on the CPU, with its trained weights."""
+        self._module.cpu()
