@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from gpulayer.pytorch import Module, Trainer
+from gpulayer.pytorch import Callback, Module, Trainer
+from gpulayer.pytorch.callback import Checkpoint
 
 
 def loader(samples: int = 7, batch_size: int = 1, first: int = 1) -> DataLoader[Any]:
@@ -52,12 +53,15 @@ class Validated(OneWeight):
 
 
 def trainer(path: Path | None = None, **arguments: Any) -> Trainer:
-    """Make a quiet trainer on the CPU; with a path it writes metrics.csv there."""
+    """Make a quiet trainer on the CPU; with a path it writes metrics and a checkpoint there."""
+    callbacks = arguments.get("callbacks") or []
+    given = [callbacks] if isinstance(callbacks, Callback) else callbacks
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,
         "enable_progress_bar": False,
         "logger": path is not None,
+        "enable_checkpointing": path is not None or any(isinstance(c, Checkpoint) for c in given),
         "log_every_n_steps": 1,
         "num_sanity_val_steps": 0,
         "max_epochs": 1,

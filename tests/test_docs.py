@@ -280,7 +280,9 @@ def test_reference_has_every_argument() -> None:
         assert [row[0] for row in rows] == parameters, heading
 
 
-@pytest.mark.parametrize("name", ["EarlyStopping", "Timer", "LearningRateMonitor", "ModelCheckpoint"])
+@pytest.mark.parametrize(
+    "name", ["EarlyStopping", "Timer", "LearningRateMonitor", "ModelCheckpoint"]
+)
 def test_reference_has_every_argument_of_a_callback(name: str) -> None:
     import gpulayer.pytorch
 

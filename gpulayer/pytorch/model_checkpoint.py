@@ -359,6 +359,8 @@ class ModelCheckpoint(Checkpoint):
     def _complain(self, trainer: Trainer, values: dict[str, Tensor]) -> None:
         text = f"ModelCheckpoint monitors {self.monitor!r}, which has not been logged; known: "
         text += str(sorted(values))
+        if trainer.world_size > 1:
+            text += f"; this is rank {trainer.global_rank}, all must log it"
         if trainer._has_validated():
             raise ArgumentError(text)
         if trainer.is_global_zero:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from one_weight import OneWeight, Validated, loader, trainer
+from ranks import Ranks
 from torch.utils.data import DataLoader, TensorDataset
 
 from gpulayer.pytorch import Callback, Module, Trainer
@@ -175,7 +176,7 @@ def test_default_checkpoint_lies_beside_metrics(tmp_path: Path) -> None:
     assert getattr(made.checkpoint_callback, "best_model_path") == str(  # noqa: B009
         folder / "epoch=1-step=6.ckpt"
     )
-    without = trainer(logger=False, default_root_dir=tmp_path / "bare")
+    without = trainer(tmp_path / "bare", logger=False)
     without.fit(OneWeight(), loader(3))
     assert [path.name for path in (tmp_path / "bare" / "checkpoints").iterdir()] == [
         "epoch=0-step=3.ckpt"
@@ -186,7 +187,7 @@ def test_checkpoints_come_last_of_callbacks_and_can_be_switched_off() -> None:
     first, second = ModelCheckpoint(), Callback()
     assert trainer(callbacks=[first, second]).callbacks == [second, first]
     assert trainer(enable_checkpointing=False).callbacks == []
-    assert [type(one) for one in trainer().callbacks] == [ModelCheckpoint]
+    assert [type(one) for one in Trainer(accelerator="cpu").callbacks] == [ModelCheckpoint]
     with pytest.raises(ArgumentError, match="enable_checkpointing=False"):
         trainer(callbacks=first, enable_checkpointing=False)
 
@@ -248,6 +249,41 @@ def test_state_follows_files_that_moved(tmp_path: Path) -> None:
     paths = [second.best_model_path, second.last_model_path, second.kth_best_model_path]
     assert all(Path(path).is_file() for path in [*paths, *second.best_k_models])
     assert second.best_model_score == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.network
+def test_ranks_agree_on_what_is_saved_and_rank_zero_names_it(tmp_path: Path) -> None:
+    body = """
+    from datetime import timedelta
+    from gpulayer.pytorch import ModelCheckpoint
+
+    class Model(Net):
+        def validation_step(self, batch, batch_idx):
+            epoch = self.current_epoch
+            self.log("shared", float(epoch), sync_dist=True)
+            self.log("own", float(RANK - epoch))  # worse on rank 1 only, in names 0, -1, -2
+
+    kept = {
+        "shared": ModelCheckpoint("shared", monitor="shared", save_last=True),
+        "own": ModelCheckpoint("own", filename="{own}", monitor="own", save_top_k=-1),
+        "timed": ModelCheckpoint("timed", train_time_interval=timedelta(), save_top_k=-1),
+        "late": ModelCheckpoint("late", train_time_interval=timedelta(hours=1)),
+    }
+    used = trainer(max_epochs=3, callbacks=list(kept.values()))
+    used.fit(Model(), DataLoader(samples(8), 2), DataLoader(samples(4, 1), 2))
+    tell(**{name: [os.path.basename(one.best_model_path), os.path.basename(one.last_model_path),
+                   sorted(map(os.path.basename, one.best_k_models))] for name, one in kept.items()})
+    """
+    ranks = Ranks(tmp_path / "ranks", body, 2).check()
+    assert ranks.told(0) == ranks.told(1)
+    told = ranks.told()
+    assert told["shared"] == ["epoch=0-step=2.ckpt", "last.ckpt", ["epoch=0-step=2.ckpt"]]
+    assert told["own"][2] == ["own=-1.0.ckpt", "own=-2.0.ckpt", "own=0.0.ckpt"]
+    assert told["own"][0] == "own=-2.0.ckpt"
+    assert told["timed"][0].startswith("epoch=")  # how often depends on the clock
+    assert (ranks.path / "timed" / told["timed"][0]).is_file()
+    assert told["late"] == ["", "", []]
 
 
 # -- against Lightning ----------------------------------------------------------------------------
