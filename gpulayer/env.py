@@ -115,6 +115,11 @@ def copied_env() -> dict[str, str]:
     return dict(os.environ)
 
 
+def export(name: str, value: str) -> None:
+    """Set a variable for libraries that read it later, and for child processes."""
+    os.environ[name] = value
+
+
 def home() -> Path:
     """Return this user's state directory."""
     return home_dir(os.environ)

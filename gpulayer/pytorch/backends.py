@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Literal
 
 import torch
 
+from gpulayer import env as environment
 from gpulayer.pytorch.arguments import ArgumentError
 
 Deterministic = bool | Literal["warn"] | None
@@ -29,7 +29,7 @@ def set_deterministic(value: Deterministic) -> None:
         return
     torch.use_deterministic_algorithms(bool(value), warn_only=value == "warn")
     if value:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        environment.export("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def set_benchmark(value: bool | None, deterministic: Deterministic, steps: float) -> None:

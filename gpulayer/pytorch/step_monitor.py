@@ -28,18 +28,12 @@ class StepMonitor(Callback):
         grad_norm: log `grad_norm`: the 2-norm of all gradients of the optimizer, before clipping.
         throughput: log `batches_per_s` of this rank, and `samples_per_s` of all ranks together,
             with the size of the batch in hand; validations in between count as time.
-        clock: seconds.
     """
 
-    def __init__(
-        self,
-        grad_norm: bool = True,
-        throughput: bool = True,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, grad_norm: bool = True, throughput: bool = True) -> None:
         self.grad_norm = grad_norm
         self.throughput = throughput
-        self._clock = clock
+        self._clock: Callable[[], float] = time.perf_counter
         self._since_s = 0.0
         self._batches = 0
 

@@ -53,7 +53,7 @@ def test_each_sample_counts_once_on_uneven_ranks(tmp_path: Path) -> None:
         assert told["steps"] == 0
     assert one["found"][0] == [{"val_mean": 3.0, "val_count": 7.0, "val_largest_epoch": 6.0}]
     # Each rank has its own share, r, r + 3, ..., nothing padded.
-    assert [sum((b["y"] for b in told["shares"]), []) for told in three] == [
+    assert [[y for batch in told["shares"] for y in batch["y"]] for told in three] == [
         [0.0, 3.0],
         [1.0, 4.0],
         [2.0],
@@ -69,9 +69,11 @@ def test_calls_of_one_script_on_two_devices_equal_those_in_one_process(tmp_path:
         "    data = DataLoader(samples(16), 2 if DEVICES == 1 else 1, shuffle=False)\n"
         "    log.append(used.validate(model, DataLoader(numbered(7), 2), verbose=False))\n"
         "    used.fit(model, DataLoader(numbered(8), 8 // DEVICES))\n"
-        "    log.append(used.predict(model, [DataLoader(numbered(7), 2), DataLoader(numbered(1))]))\n"
+        "    both = [DataLoader(numbered(7), 2), DataLoader(numbered(1))]\n"
+        "    log.append(used.predict(model, both))\n"
         "    log.append(used.test(model, DataLoader(numbered(5), 2), verbose=False))\n"
-        "    log.append(used.predict(model, DataLoader(numbered(3), 2), return_predictions=False))\n"
+        "    three = DataLoader(numbered(3), 2)\n"
+        "    log.append(used.predict(model, three, return_predictions=False))\n"
         "    from gpulayer.pytorch import is_launcher_process\n"
         "    if is_launcher_process():  # ranks of later calls come by here as well\n"
         "        with open('between.txt', 'a') as file: file.write('once ')\n"

@@ -21,7 +21,8 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 def test_rows_of_logging_steps_hold_norm_and_rates(tmp_path: Path) -> None:
     ticks = count(0, 4)  # a clock that goes on by 4 s whenever somebody looks
-    monitor = StepMonitor(clock=lambda: float(next(ticks)))
+    monitor = StepMonitor()
+    monitor._clock = lambda: float(next(ticks))
     used = trainer(
         max_epochs=1, callbacks=[monitor], log_every_n_steps=2, gradient_clip_val=0.5,
         logger=True, default_root_dir=tmp_path,
