@@ -45,6 +45,9 @@ from gpulayer.pytorch.runtime import Runtime
 from gpulayer.pytorch.timer import Timer
 
 _LOGS = "gpulayer_logs"
+# Folders of ranks, and where their files came to, of all calls of this process: the callbacks in a
+# checkpoint remember the paths of the ranks that wrote it, also when a later call reads it.
+_moves: list[tuple[Path, Path]] = []
 
 
 class Trainer:
@@ -429,10 +432,11 @@ class Trainer:
         if self._log_dir is not None:
             came = folder / self._log_dir
             self._log_dir = came if came.is_dir() else environment.START_DIR / self._log_dir
+        for there in self._folders:
+            _moves.extend([(there, folder), (there, environment.START_DIR)])
         for one in self.checkpoint_callbacks:
-            for there in self._folders:
-                one.moved(there, folder)
-                one.moved(there, environment.START_DIR)
+            for there, here in _moves:
+                one.moved(there, here)
 
     # -- what the loops tell -----------------------------------------------------------------
 

@@ -172,6 +172,18 @@ def test_host_that_starts_nothing_is_named_with_its_last_state() -> None:
     assert reason == "not started within 60 s: box-1 (staged), box-2 (connection refused)"
 
 
+def test_host_that_answers_and_falls_silent_while_starting_is_lost() -> None:
+    # Its ranks may run already: they would wait for the others all the time that starting may take.
+    keeper = Keeper()
+    keeper.do(Go(ORDER))
+    keeper.hear(report(0, RUNNING, running(0)), 0.1)
+    keeper.hear(report(1, RUNNING, running(1)), 0.1)
+    keeper.hear(report(2, STAGED, RankStatus(2, RankState.WAITING)), 0.1)
+    effects = keeper.wait(HOST_LOST_S + SETTLE_S, 2)
+    assert StopHost(node(0), FAILURE_GRACE_S, False) in effects
+    assert keeper.failed[3].startswith("node lost: box-2 did not answer for 20 s")
+
+
 def test_host_problem_while_starting_fails_the_job_at_once() -> None:
     keeper = Keeper()
     keeper.do(Go(ORDER))

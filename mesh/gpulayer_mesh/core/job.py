@@ -1,12 +1,12 @@
 """The keeper: rank 0's agent decides the fate of a job from what every node reports.
 
-Rules. All hosts start at once and must have started every rank within START_S. While ranks run,
-each host is renewed every RENEW_S and is lost when unheard for HOST_LOST_S; gossip's opinion does
-not count. The first failure by cause ends the job: after a short wait for the reports of others,
-`failure.first_failure` picks, and every other host is stopped. A stop on request ends as cancelled.
-The job ends when every host that can be heard says that no process is left, at the latest when the
-deadline passes. Reports are full snapshots that never go back: duplicates and late ones change
-nothing. No state waits for a message alone.
+Rules. All hosts start at once and must have started every rank within START_S. From its first
+answer on each host is renewed every RENEW_S and is lost when unheard for HOST_LOST_S; gossip's
+opinion does not count. The first failure by cause ends the job: after a short wait for the reports
+of others, `failure.first_failure` picks, and every other host is stopped. A stop on request ends as
+cancelled. The job ends when every host that can be heard says that no process is left, at the
+latest when the deadline passes. Reports are full snapshots that never go back: duplicates and late
+ones change nothing. No state waits for a message alone.
 
     WAITING -> STARTING -> RUNNING -> STOPPING -> ENDED        stage         job state
         |          |-> SETTLING <-|      ^          ^          WAITING       pending
@@ -510,8 +510,10 @@ class KeptJob:
     # Small things
 
     def _watches(self, host: _Host) -> bool:
-        """Silence counts only where ranks run, or may run."""
-        return not host.over and self.stage in (Stage.RUNNING, Stage.SETTLING, Stage.STOPPING)
+        """Silence counts only where ranks run, or may run: anywhere that answered since go."""
+        if host.over or self.stage is Stage.WAITING:
+            return False
+        return self.stage is not Stage.STARTING or host.heard > self._went
 
     def _late(self, now: float) -> bool:
         return self._deadline is not None and now >= self._deadline
