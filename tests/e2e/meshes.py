@@ -29,6 +29,7 @@ class LanMesh:
         self.laptop: Host = lan["laptop"]
         self.boxes = [lan[name] for name in boxes]
         self.agents: dict[str, Process] = {}
+        self.proven_s = 0.0  # from the last agent's start until status had everything of all
 
     def form(self) -> None:
         """Create the mesh and have every box join with the same pasted line."""
@@ -41,8 +42,8 @@ class LanMesh:
         assert invite.wait(60) == 0, invite.output()
         until(lambda: all(self.listed(box.name) for box in self.boxes), 10)
         self.wait_proven()
-        took = time.monotonic() - started
-        print(f"all listed, torch proven, {took:.1f} s after the last start")
+        self.proven_s = time.monotonic() - started
+        print(f"all listed, torch proven, {self.proven_s:.1f} s after the last start")
 
     def start_agent(self, box: Host, *arguments: str) -> Process:
         agent = box.popen([AGENT, *arguments])
