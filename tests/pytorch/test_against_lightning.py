@@ -7,9 +7,7 @@ Arguments are drawn at random; `GPULAYER_TEST_SEED` repeats a run.
 from __future__ import annotations
 
 import csv
-import logging
 import random
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,15 +20,6 @@ from gpulayer.pytorch import Module, Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CASES = 40
-
-
-@pytest.fixture(scope="module")
-def lightning() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = pytest.importorskip("pytorch_lightning", reason="Lightning is not installed")
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    return module
 
 
 class Stream(IterableDataset[Any]):

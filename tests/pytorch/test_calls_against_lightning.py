@@ -7,9 +7,7 @@ see. Skipped where Lightning is not installed. `GPULAYER_TEST_SEED` repeats a ru
 from __future__ import annotations
 
 import csv
-import logging
 import random
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +32,6 @@ PLAIN = (
 )  # fmt: skip
 OF_CALLBACKS = (*PLAIN, "on_sanity_check_start", "on_sanity_check_end", "setup", "teardown")
 OF_MODULES = (*PLAIN, "prepare_data", "configure_model")
-
-
-@pytest.fixture(scope="module")
-def lightning() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = pytest.importorskip("pytorch_lightning", reason="Lightning is not installed")
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    return module
 
 
 class Case:

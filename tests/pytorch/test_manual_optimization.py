@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import logging
 import random
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +17,6 @@ from gpulayer.pytorch.arguments import ArgumentError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 CASES = 60
-
-
-@pytest.fixture(scope="module")
-def lightning() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = pytest.importorskip("pytorch_lightning", reason="Lightning is not installed")
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    return module
 
 
 class Case:

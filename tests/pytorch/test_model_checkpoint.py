@@ -6,9 +6,7 @@ drawn at random; `GPULAYER_TEST_SEED` repeats a run.
 
 from __future__ import annotations
 
-import logging
 import random
-import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -287,15 +285,6 @@ def test_ranks_agree_on_what_is_saved_and_rank_zero_names_it(tmp_path: Path) -> 
 
 
 # -- against Lightning ----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def lightning() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = pytest.importorskip("pytorch_lightning", reason="Lightning is not installed")
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    return module
 
 
 class Case:
