@@ -140,6 +140,21 @@ def module_on(base: Any, plan: Plan, trace: list[Any]) -> Any:
     return Net()
 
 
+def their_trainer(folder: Path, *, logger: bool = True) -> Callable[..., Any]:
+    """Return what makes Lightning's trainer with our defaults, writing metrics.csv to `folder`."""
+    pl = oracle()
+
+    def make(**given: Any) -> Any:
+        from pytorch_lightning.loggers import CSVLogger
+
+        found = CSVLogger(str(folder), name="", version="version_0") if logger else False
+        return pl.Trainer(
+            logger=found, enable_checkpointing=False, enable_model_summary=False, **given
+        )
+
+    return make
+
+
 def rounded(value: Any) -> Any:
     """Return a number as a plain one that equals itself, also NaN."""
     value = round(float(value), 4)
@@ -176,14 +191,7 @@ def both(
 
     pl = oracle()
 
-    def theirs(**given: Any) -> Any:
-        from pytorch_lightning.loggers import CSVLogger
-
-        found = CSVLogger(str(folder / "theirs"), name="", version="version_0") if logger else False
-        return pl.Trainer(
-            logger=found, enable_checkpointing=False, enable_model_summary=False, **given
-        )
-
+    theirs = their_trainer(folder / "theirs", logger=logger)
     start = plan.clock.now if plan.clock is not None else 0.0
     outcomes = []
     for name, make, base, home in (

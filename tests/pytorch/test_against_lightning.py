@@ -6,7 +6,6 @@ Arguments are drawn at random; `GPULAYER_TEST_SEED` repeats a run.
 
 from __future__ import annotations
 
-import csv
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from beside_lightning import rows_in, their_trainer
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from gpulayer.pytorch import Module, Trainer
@@ -199,14 +199,9 @@ def outcome(make_trainer: Any, base: Any, case: Case, folder: Path) -> dict[str,
         trained.fit(model)
     except Exception as error:
         return {"error": error}
-    rows = []
-    for file in folder.rglob("metrics.csv"):
-        with file.open(newline="") as lines:
-            for row in csv.DictReader(lines):
-                rows.append({k: round(float(v), 3) for k, v in row.items() if v})
     return {
         "trace": trace,
-        "rows": rows,
+        "rows": rows_in(folder),
         "counters": (trained.global_step, trained.current_epoch, trained.num_training_batches),
         "weight": round(model.w.item(), 3),
         **{
@@ -224,13 +219,7 @@ def test_same_module_behaves_the_same(
     if case.stream and case.arguments["limit_train_batches"] in (1, 2):
         assert case.samples > 2  # else the one deliberate difference would show, see Case
 
-    def theirs(**arguments: Any) -> Any:
-        from pytorch_lightning.loggers import CSVLogger
-
-        logger = CSVLogger(str(tmp_path / "theirs"), name="", version="version_0")
-        return lightning.Trainer(
-            logger=logger, enable_checkpointing=False, enable_model_summary=False, **arguments
-        )
+    theirs = their_trainer(tmp_path / "theirs")
 
     expected = outcome(theirs, lightning.LightningModule, case, tmp_path / "theirs")
     found = outcome(Trainer, Module, case, tmp_path / "ours")

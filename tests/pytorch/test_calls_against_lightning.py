@@ -6,13 +6,13 @@ see. Skipped where Lightning is not installed. `GPULAYER_TEST_SEED` repeats a ru
 
 from __future__ import annotations
 
-import csv
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from beside_lightning import rows_in, their_trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from gpulayer.pytorch import Callback, Module, Trainer
@@ -209,12 +209,7 @@ def outcome(make: Any, base: Any, callback: Any, case: Case, folder: Path) -> di
             ]
         )
         seen.append((trainer.global_step, trainer.current_epoch, model.training))
-    rows = []
-    for file in folder.rglob("metrics.csv"):
-        with file.open(newline="") as lines:
-            for row in csv.DictReader(lines):
-                rows.append({k: round(float(v), 3) for k, v in row.items() if v})
-    return {"returned": returned, "trace": trace, "seen": seen, "rows": rows}
+    return {"returned": returned, "trace": trace, "seen": seen, "rows": rows_in(folder)}
 
 
 @pytest.mark.parametrize("number", range(CASES))
@@ -223,13 +218,7 @@ def test_calls_in_a_row_are_the_same(
 ) -> None:
     case = Case(random.Random(f"{seed}/calls/{number}"))
 
-    def theirs(**arguments: Any) -> Any:
-        from pytorch_lightning.loggers import CSVLogger
-
-        logger = CSVLogger(str(tmp_path / "theirs"), name="", version="version_0")
-        return lightning.Trainer(
-            logger=logger, enable_checkpointing=False, enable_model_summary=False, **arguments
-        )
+    theirs = their_trainer(tmp_path / "theirs")
 
     expected = outcome(
         theirs, lightning.LightningModule, lightning.Callback, case, tmp_path / "theirs"

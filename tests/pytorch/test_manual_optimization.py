@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from beside_lightning import rows_in, their_trainer
 from ranks import Ranks
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -155,16 +155,11 @@ def outcome(make: Any, base: Any, case: Case, folder: Path) -> dict[str, Any]:
         **case.arguments,
     )  # fmt: skip
     trainer.fit(model, loader(5), loader(2) if case.validates else None)
-    rows = []
-    for file in folder.rglob("metrics.csv"):
-        with file.open(newline="") as lines:
-            for row in csv.DictReader(lines):
-                rows.append({k: round(float(v), 3) for k, v in row.items() if v})
     return {
         "trace": trace,
         "counters": (trainer.global_step, trainer.current_epoch),
         "weights": [value.tolist() for value in model.state_dict().values()],
-        "rows": rows,
+        "rows": rows_in(folder),
         "metrics": {k: round(float(v), 3) for k, v in trainer.callback_metrics.items()},
     }
 
@@ -175,13 +170,7 @@ def test_manual_optimization_is_the_same(
 ) -> None:
     case = Case(random.Random(f"{seed}/manual/{number}"))
 
-    def theirs(**arguments: Any) -> Any:
-        from pytorch_lightning.loggers import CSVLogger
-
-        logger = CSVLogger(str(tmp_path / "theirs"), name="", version="version_0")
-        return lightning.Trainer(
-            logger=logger, enable_checkpointing=False, enable_model_summary=False, **arguments
-        )
+    theirs = their_trainer(tmp_path / "theirs")
 
     expected = outcome(theirs, lightning.LightningModule, case, tmp_path / "theirs")
     found = outcome(Trainer, Module, case, tmp_path / "ours")
