@@ -15,6 +15,8 @@ from gpulayer_mesh.config import home_dir
 from gpulayer_mesh.core.rankenv import is_ours
 from gpulayer_mesh.errors import ConfigError
 
+VALUE_MAX = 128 * 1024 - 256  # bytes; Linux takes no longer "NAME=value" (MAX_ARG_STRLEN)
+TOTAL_MAX = 512 * 1024  # bytes of all; they travel with a job's description, of 1 MiB
 START_DIR = Path.cwd()  # before the script can change it
 
 # Forwarded without being asked for: tuning knobs of the libraries that ranks use. Device lists
@@ -91,6 +93,14 @@ def named_env(names: Iterable[str]) -> dict[str, str]:
     return chosen
 
 
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
+
+
 def problems(argument: str, given: Mapping[str, str]) -> list[str]:
     """Return what is wrong with variables that a job is to get.
 
@@ -98,6 +108,7 @@ def problems(argument: str, given: Mapping[str, str]) -> list[str]:
         argument: what the caller knows them as: "env" or "secrets".
     """
     found = []
+    total = 0
     for name, value in given.items():
         if not isinstance(name, str) or not name or "=" in name or "\0" in name:
             found.append(f"{argument} has the name {name!r}: names are text without '=' and NUL")
@@ -107,6 +118,14 @@ def problems(argument: str, given: Mapping[str, str]) -> list[str]:
             found.append(f"{argument}[{name!r}] must be text, got {type(value).__name__}")
         elif "\0" in value:
             found.append(f"{argument}[{name!r}] contains a NUL character")
+        elif not _encodable(name + value):
+            found.append(f"{argument}[{name!r}] is not valid Unicode text")
+        elif len(value.encode()) > VALUE_MAX:
+            found.append(f"{argument}[{name!r}] is longer than {VALUE_MAX} bytes")
+        else:
+            total += len(name.encode()) + len(value.encode())
+    if total > TOTAL_MAX:
+        found.append(f"{argument} is larger than {TOTAL_MAX} bytes; ship a file instead")
     return found
 
 

@@ -171,11 +171,12 @@ class ModelCheckpoint(Checkpoint):
         self.best_model_path = state_dict["best_model_path"]
         self._last_step_saved = state_dict.get("last_step_saved", 0)
         if state_dict["dirpath"] != self.dirpath:
-            warnings.warn(
-                f"dirpath was {state_dict['dirpath']!r} and is {self.dirpath!r}: of the checkpoint "
-                "callback's state best_model_path alone is taken over",
-                stacklevel=2,
-            )
+            if not self._adopted:  # else both are folders of jobs, which nobody chose
+                warnings.warn(
+                    f"dirpath was {state_dict['dirpath']!r} and is {self.dirpath!r}: of the "
+                    "checkpoint callback's state best_model_path alone is taken over",
+                    stacklevel=2,
+                )
             return
         self.best_model_score = state_dict["best_model_score"]
         self.best_k_models = state_dict["best_k_models"]

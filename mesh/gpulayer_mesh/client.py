@@ -318,7 +318,7 @@ class MeshClient:
         for node in nodes:
             try:
                 plain = await self.call(node, "POST", f"/v1/jobs/{record.spec.id}/stop", body)
-            except TransportError as e:
+            except GpuLayerError as e:
                 error = e
                 continue
             return self.decode_record(plain)

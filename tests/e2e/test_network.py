@@ -105,3 +105,29 @@ def test_cut_cable_fails_the_job_by_name(mesh: LanMesh, rank: int) -> None:
         box.restore()
     until(lambda: not mesh.ranks(), 30)
     until(lambda: mesh.state(name) == "alive", 60)
+
+
+COUNTING = """
+from gpulayer.pytorch import launch
+launch(nodes=3, accelerator="cpu", devices=1)
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+print("up", flush=True)
+while True:
+    dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_removing_the_node_of_rank_0_ends_its_job(mesh: LanMesh) -> None:
+    folder = mesh.laptop.home / "counting"
+    folder.mkdir()
+    (folder / "train.py").write_text(COUNTING)
+    run = mesh.laptop.popen(["python", "train.py"], cwd=folder)
+    name = run.expect(r"^\[0\|(\S+)\] up", 60)[1]
+    mesh.gpulayer("mesh", "remove", name)
+    assert run.wait(60) not in (0, 130), run.output()
+    assert "node of rank 0 lost: it was removed from the mesh" in run.output()
+    assert name in run.output().splitlines()[-1]
+    until(lambda: not mesh.ranks(), 30)
+    states = {job["state"] for job in json.loads(mesh.gpulayer("jobs", "--json").stdout)["jobs"]}
+    assert "running" not in states

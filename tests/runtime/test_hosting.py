@@ -44,6 +44,7 @@ from gpulayer_mesh.errors import (
     RemoteProtocolError,
     TransportError,
 )
+from gpulayer_mesh.runtime import hosting
 from gpulayer_mesh.runtime.door import DoorRequest, Route, Stream
 from gpulayer_mesh.runtime.hosting import JobHost, Site
 from gpulayer_mesh.runtime.jobdoor import JobDoor
@@ -607,6 +608,33 @@ async def test_stop_works_without_the_keeper(mesh: Mesh) -> None:
     await second.ask("laptop", "POST", "stop", {"grace_s": 0.0, "kill": True})
     await eventually(lambda: second.phase() is HostPhase.ENDED)
     assert "stopped by laptop" in second.host.jobs[JOB].report().problem
+
+
+async def test_part_that_is_over_fails_the_job_of_a_silent_keeper(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosting, "ASK_S", 0.05)
+    _, second = await running(mesh, mesh.spec("box-0", "box-1", code=WAITS))
+    (second.work / "finish").touch()
+    await eventually(lambda: second.phase() is HostPhase.ENDED)
+    assert second.state() not in hosting.OVER  # the keeper's own ranks go on
+    monkeypatch.setattr(hosting.hosted, "KEEPER_SILENT_S", 0.2)
+    second.unreachable = {"box-0"}
+    await eventually(lambda: second.state() is JobState.FAILED)
+    failure = second.host.jobs[JOB].current_record().failure
+    assert failure is not None
+    assert failure.reason == "node of rank 0 lost: keeper unreachable for 0.2 s"
+
+
+async def test_removing_the_keeper_fails_the_job_at_once(mesh: Mesh) -> None:
+    _, second = await running(mesh, mesh.spec("box-0", "box-1", code=WAITS))
+    mesh.remove("box-0")
+    second.host.enforce()
+    await eventually(lambda: second.state() is JobState.FAILED)
+    assert second.phase() is HostPhase.ENDED
+    failure = second.host.jobs[JOB].current_record().failure
+    assert failure is not None
+    assert failure.reason == "node of rank 0 lost: it was removed from the mesh"
 
 
 async def test_viewer_waits_for_the_start_and_leaves_without_one(mesh: Mesh) -> None:

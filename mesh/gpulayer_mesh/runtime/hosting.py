@@ -27,6 +27,7 @@ from gpulayer_mesh.core.jobspec import (
     JobRecord,
     JobSpec,
     JobState,
+    RankState,
 )
 from gpulayer_mesh.core.lease import Reservations
 from gpulayer_mesh.core.rankenv import HostContext, rank_argv, rank_environment
@@ -51,6 +52,7 @@ JOBS_LIVE_MAX = 256  # limit of grants in a capabilities record
 TAIL_LINES = hosted.TAIL_LINES
 
 BEFORE_START = frozenset({HostPhase.RESERVED, HostPhase.STAGING, HostPhase.STAGED})
+ASK_S = 5.0  # between questions of a part that is over to the keeper
 OVER = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
 
 
@@ -111,6 +113,9 @@ class JobHost:
             if gone not in book and not one.ended:
                 who = "this node" if gone == self.site.node else one.spec.submitter_name
                 self.on_host(one, hosted.Stop(0.0, True, f"{who} was removed from the mesh"))
+            elif one.keeper not in book and not one.ended:
+                name = one.spec.slots[0].name
+                self.on_host(one, hosted.Stop(0.0, True, f"{name} was removed from the mesh"))
             for node in one.participants if one.kept is not None else ():
                 if node not in book:
                     self.on_keeper(one, job.HostRemoved(node))
@@ -196,7 +201,11 @@ class JobHost:
                     self.site.reservations.release(one.spec.id)
                     self.site.changed()
                     if one.machine.keeper_lost:
-                        self._keeper_lost(one)
+                        self._keeper_lost(one, one.machine.problem)
+                    elif one.kept is None and any(
+                        rank.state is RankState.EXITED for rank in one.report().ranks
+                    ):
+                        self._background.spawn(self._await_word(one))
                 case hosted.ReportToKeeper(report):
                     self._background.spawn(self._report(one, report))
                 case _:
@@ -205,7 +214,7 @@ class JobHost:
             one.begun.set()
         self._wake.set()
 
-    def _keeper_lost(self, one: LiveJob) -> None:
+    def _keeper_lost(self, one: LiveJob, why: str) -> None:
         """Answer viewers in the keeper's place: rank 0 is gone, so the job has failed.
 
         Should the keeper come back, its own word replaces this one.
@@ -214,11 +223,35 @@ class JobHost:
         record = replace(
             one.current_record(),
             state=JobState.FAILED,
-            failure=Failure(None, name, 1, f"node of rank 0 lost: {one.machine.problem}"),
+            failure=Failure(None, name, 1, f"node of rank 0 lost: {why}"),
             ended_age_s=0.0,
         )
-        log.warning("job %s: %s", one.spec.id, one.machine.problem)
+        log.warning("job %s: %s", one.spec.id, why)
         self.take_record(one, record)
+
+    async def _await_word(self, one: LiveJob) -> None:
+        """Ask the keeper how the job ended, which asks nothing more of a part that is over.
+
+        One that stays silent or is no member is lost, whatever our own ranks came to.
+        """
+        heard = time.monotonic()
+        path = f"/v1/jobs/{one.spec.id}"
+        while one.record.state not in OVER:
+            if one.keeper not in self.site.book:
+                self._keeper_lost(one, "it was removed from the mesh")
+                return
+            await asyncio.sleep(ASK_S)
+            try:
+                answer = await self.site.call(one.keeper, "GET", path, deadline_s=job.CALL_S)
+                record = wire.decode_as(JobRecord, wire.unpack(answer, max_bytes=wire.SPEC_MAX))
+            except GpuLayerError:
+                if time.monotonic() - heard >= hosted.KEEPER_SILENT_S:
+                    self._keeper_lost(one, f"keeper unreachable for {hosted.KEEPER_SILENT_S:g} s")
+                    return
+                continue
+            heard = time.monotonic()
+            if record.spec == one.spec and one.record.state not in OVER:
+                self.take_record(one, record)
 
     def on_keeper(self, one: LiveJob, event: job.Event) -> None:
         """Tell the keeper's machine of a job what happened."""
