@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +60,16 @@ def trainer(**arguments):
 
 
 class Ranks:
-    """Runs a script as `world` processes in `path`."""
+    """Runs a script as `world` processes in `path`; when one fails, the others are killed.
 
-    def __init__(self, path: Path, body: str, world: int) -> None:
-        path.mkdir()
+    Args:
+        signals: what is sent to which rank once the script has made the file `ready`.
+    """
+
+    def __init__(
+        self, path: Path, body: str, world: int, *, signals: Mapping[int, int] | None = None
+    ) -> None:
+        path.mkdir(exist_ok=True)
         self.path = path
         script = path / "script.py"
         script.write_text(HEAD + textwrap.dedent(body))
@@ -80,22 +88,46 @@ class Ranks:
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": str(port),
                 }
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(script)],
-                    cwd=path,
-                    env=env,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
+            with (path / f"output{rank}.txt").open("w") as output:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, str(script)],
+                        cwd=path,
+                        env=env,
+                        stdout=output,
+                        stderr=subprocess.STDOUT,
+                    )
                 )
-            )
         try:
-            self.output = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
+            self._watch(processes, signals or {})
         finally:
             for process in processes:
                 process.kill()
+                process.wait()
+        self.output = [(path / f"output{rank}.txt").read_text() for rank in range(world)]
         self.codes = [process.returncode for process in processes]
+
+    def _watch(self, processes: list[subprocess.Popen[bytes]], signals: Mapping[int, int]) -> None:
+        end_s = time.monotonic() + DEADLINE_S
+        while any(process.poll() is None for process in processes):
+            if time.monotonic() > end_s or any(process.returncode for process in processes):
+                if not self._others_end(processes):
+                    return
+            elif signals and (self.path / "ready").exists():
+                for rank, number in signals.items():
+                    processes[rank].send_signal(number)
+                signals = {}
+            time.sleep(0.02)
+
+    @staticmethod
+    def _others_end(processes: list[subprocess.Popen[bytes]]) -> bool:
+        """Return whether all end by themselves soon: they may fail for the same reason."""
+        try:
+            for process in processes:
+                process.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def check(self) -> Ranks:
         assert set(self.codes) == {0}, "\n".join(self.output)

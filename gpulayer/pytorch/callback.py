@@ -191,6 +191,14 @@ class Checkpoint(MetricCallback):
         """Return the files that `ckpt_path="last"` chooses the newest of."""
         return []
 
+    def holds_now(self, trainer: Trainer) -> str | None:
+        """Return the file in which this callback has saved all of the present step; ranks agree."""
+        return None
+
+    def save_end(self, trainer: Trainer) -> str | None:
+        """Write the state at the end of a fit and return the file; every rank must call this."""
+        return None
+
     def adopt(self, state_dict: dict[str, Any]) -> None:
         """Take over the state that this callback had where the call ran."""
         self.load_state_dict(state_dict)

@@ -10,24 +10,28 @@ rank; where that is, `Trainer` decided before.
 from __future__ import annotations
 
 import re
+import signal
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gpulayer.pytorch import data
+from gpulayer.pytorch import data, seeding
 from gpulayer.pytorch.arguments import ArgumentError, batches
 from gpulayer.pytorch.cadence import Cadence
 from gpulayer.pytorch.evaluation import Evaluation, takes, transfer_of
+from gpulayer.pytorch.lockstep import Lockstep
 from gpulayer.pytorch.manual import ManualOptimization
 from gpulayer.pytorch.module import Module
 from gpulayer.pytorch.precision import ScaledOptimizer
 from gpulayer.pytorch.resume import Place, Position, Resume, begin
+from gpulayer.pytorch.stopping import Signals, end_for
 
 if TYPE_CHECKING:
     from gpulayer.pytorch.optimizers import SchedulerConfig
@@ -86,11 +90,19 @@ class FitLoop:
             if isinstance(trainer.val_check_interval, timedelta)
             else None
         )
+        # stopping by a signal, and what ranks tell each other
+        self._lockstep: Lockstep | None = None
+        self._began_s = 0.0  # the batch in hand
+        self._signal: int | None = None  # that this process was sent
+        self._stop_after = _INF  # the batch of this fit's total after which to think of stopping
+        self.interrupted = False
+        self._weights_odd = False
         # where a checkpoint would be written now, and what the epoch's iterator was made from
         self._resume = resume
         self._place = Place.BETWEEN
         self._complete = False
         self.began: dict[str, Any] | None = None
+        self.before_validation: dict[str, Any] = {}  # what one that is run again begins with
         # the batch in hand
         self._batch_idx = -1
         self.is_last = False
@@ -103,9 +115,24 @@ class FitLoop:
     # -- epochs ------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Train until an end is reached."""
+        """Train until an end is reached.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: a signal ended it; what was trained is saved.
+        """
         if self._done():
             return
+        with Signals(self._ask_to_stop):
+            self._lockstep = self._open_lockstep()
+            try:
+                self._run()
+                if self.interrupted or self._signal is not None:
+                    raise self._end_of_signal()
+            finally:
+                if self._lockstep is not None:
+                    self._lockstep.close()
+
+    def _run(self) -> None:
         if self.evaluation is not None and self._validating_epoch():
             self.evaluation.load()  # a fault in it should show before an epoch has passed
         self._validated_s = time.monotonic()
@@ -113,18 +140,28 @@ class FitLoop:
             self._call("on_train_start")
         else:
             self._go_on(self._resume)
-        while not self._done():
+        while not self.interrupted and not self._done():
             self._epoch()
-        self._call("on_train_end")
+        if not self.interrupted:
+            self._call("on_train_end")
 
     def _done(self) -> bool:
         trainer = self.trainer
         if self.num_batches == 0 or self._steps_done():
             return True
-        if trainer._max_epochs != -1 and trainer._epochs_processed >= trainer._max_epochs:
+        if self._epochs_done():
             trainer._epochs_completed = trainer._epochs_processed
             return True
         return trainer.should_stop and self._may_stop()
+
+    def _ends(self) -> bool:
+        """Return whether the epoch that ends now is the last."""
+        stops = self.trainer.should_stop and self._may_stop()
+        return self.interrupted or self._steps_done() or self._epochs_done() or stops
+
+    def _epochs_done(self) -> bool:
+        trainer = self.trainer
+        return trainer._max_epochs != -1 and trainer._epochs_processed >= trainer._max_epochs
 
     def _steps_done(self) -> bool:
         return self.trainer.max_steps != -1 and self.trainer.global_step >= self.trainer.max_steps
@@ -147,8 +184,13 @@ class FitLoop:
         self._end_epoch(self._batches(self._stream(iter(self.loader))))
 
     def _end_epoch(self, complete: bool) -> None:
+        if self.interrupted:  # between two batches, with which a fit can go on
+            self._place = Place.NEXT
+            self.trainer._save_final()
+            return
         if self._batch_idx < 0:
             raise RuntimeError("the training loader yielded no batch")
+        self._meet()
         self._complete = complete
         self._metrics.epoch_end()
         self.trainer._epochs_processed += 1
@@ -156,6 +198,10 @@ class FitLoop:
         self._metrics.commit()
         self._place = Place.EPOCH_END
         self._call("on_train_epoch_end")
+        ends = self._ends()
+        self._runtime.agree(f"whether training ends with epoch {self.trainer.current_epoch}", ends)
+        if ends:
+            self.trainer._save_final()
         self._after_epoch()
 
     def _after_epoch(self) -> None:
@@ -184,22 +230,23 @@ class FitLoop:
         stream: Iterator[tuple[Any, bool]] = iter(())
         if resume.within_epoch:
             data.set_epoch(self.loader, trainer._epochs_processed)
-            trainer._progress_epoch_start()
+            trainer._progress_epoch_start(at.done)
             if resume.reads:
                 stream = self._stream(resume.iterator(self), at.done)
         resume.restore(self)
         if at.place is Place.EPOCH_END:
             self._after_epoch()
         elif resume.within_epoch:
-            if at.place is not Place.BATCH:
+            if at.place not in (Place.BATCH, Place.NEXT):
                 self._after_batch(at.place)
             self._end_epoch(self._batches(stream))
 
     def position(self) -> Position:
         """Return where a checkpoint is written now."""
         place, done = self._place, self._batch_idx + 1
-        if place is Place.BATCH:  # the one in hand is trained anew
-            return Position(place, done - 1, False, self._stepping, False, self.num_batches)
+        if place in (Place.BATCH, Place.NEXT):  # the one in hand is trained anew
+            done -= place is Place.BATCH
+            return Position(place, done, False, self._stepping, False, self.num_batches)
         if place is Place.VALIDATION and self._metrics.hook == "on_validation_end":
             place = Place.VALIDATED
         return Position(place, done, self.is_last, self._stepping, self._complete, self.num_batches)
@@ -208,9 +255,12 @@ class FitLoop:
         """Run the batches of an epoch; returns whether the epoch came to its last one."""
         trainer, metrics = self.trainer, self._metrics
         on_start, on_end = self._hooks["on_train_batch_start"], self._hooks["on_train_batch_end"]
+        lockstep = self._lockstep
         while not self.is_last and not self._steps_done():
             if trainer.should_stop and self._may_stop():
                 return False
+            if lockstep is not None:
+                self._began_s = perf_counter()
             item = next(stream, None)
             if item is None:
                 return self._ended_early()
@@ -245,6 +295,9 @@ class FitLoop:
                 metrics.hook = "on_train_batch_end"
                 on_end(self._outputs, batch, batch_idx)
             self._after_batch(Place.BATCH_END)
+            if trainer._total_batches >= self._stop_after and self._stops_here():
+                self.interrupted = True
+                return False
         return self.is_last
 
     def _after_batch(self, done: Place) -> None:
@@ -293,10 +346,11 @@ class FitLoop:
         """Compare the first batch of all ranks, once."""
         self._compare_ranks = False
         prints = self._runtime.gather_text(data.fingerprint(batch))
-        if len(set(prints)) < len(prints) and self._runtime.is_global_zero:
+        copies = [str(rank) for rank, one in enumerate(prints) if prints.count(one) > 1]
+        if copies and self._runtime.is_global_zero:
             warnings.warn(
-                "ranks train on the same batch: a loader that is not a DataLoader over a map-style "
-                "data set must yield each rank's own share",
+                f"ranks {', '.join(copies)} train on the same batch as another: a loader that is "
+                "not a DataLoader over a map-style data set must yield each rank's own share",
                 stacklevel=3,
             )
 
@@ -315,6 +369,76 @@ class FitLoop:
         if self.evaluation is not None and self._validation_due():
             self._validate()
         return True
+
+    # -- all ranks together ------------------------------------------------------------------
+
+    def _open_lockstep(self) -> Lockstep | None:
+        runtime, trainer = self._runtime, self.trainer
+        store = runtime.store("gpulayer.fit")
+        if store is None:
+            return None
+        opened = Lockstep(
+            store,
+            runtime.rank,
+            runtime.world_size,
+            runtime.node,
+            batches=lambda: trainer._total_batches,
+            plan_stop=self._plan_stop,
+            deadline_s=store.timeout.total_seconds(),
+        )
+        if self._signal is not None:  # it came first
+            opened.ask_to_stop(self._signal)
+        return opened
+
+    def _meet(self) -> None:
+        """Wait for all ranks, who must have trained the same batches; learn whether to stop."""
+        if self._lockstep is None:
+            self.interrupted = self.interrupted or self._signal is not None
+            return
+        stops, odd = self._lockstep.meet(self.strategy.fingerprint())
+        self.interrupted = self.interrupted or stops
+        if odd and not self._weights_odd and self._runtime.is_global_zero:
+            self._weights_odd = True
+            warnings.warn(
+                f"weights of rank {', '.join(map(str, odd))} differ from those of the other ranks "
+                f"after epoch {self.trainer.current_epoch}: every rank must change them equally",
+                stacklevel=3,
+            )
+
+    def _ask_to_stop(self, number: int) -> None:
+        """Take a signal; runs between any two instructions of the training."""
+        self._signal = number
+        if self._lockstep is not None:
+            self._lockstep.ask_to_stop(number)
+        elif self._runtime.world_size == 1:
+            if self._place is Place.VALIDATION:  # it may be long, and changes nothing that is saved
+                self.interrupted = True
+                self.trainer._save_final()
+                raise end_for(number)
+            self._stop_after = 0
+
+    def _plan_stop(self, batch: int) -> None:
+        self._stop_after = batch
+
+    def _stops_here(self) -> bool:
+        """Return whether training ends between this batch and the next of the epoch."""
+        if self.is_last or self._steps_done():
+            return False  # an end comes anyway, where ranks meet
+        if self._lockstep is None:
+            return True
+        planned, self._stop_after = self._stop_after, _INF
+        if self.trainer._total_batches > planned:
+            self._lockstep.missed()
+            return False
+        return self._lockstep.stops_here(self.trainer._total_batches)
+
+    def slowest_rank(self) -> str | None:
+        """Name the rank that the others wait for, if one stands out."""
+        return None if self._lockstep is None else self._lockstep.slowest()
+
+    def _end_of_signal(self) -> BaseException:
+        number = self._signal if self._lockstep is None else self._lockstep.signal()
+        return end_for(signal.SIGINT if number is None else number)
 
     # -- one batch ---------------------------------------------------------------------------
 
@@ -384,6 +508,8 @@ class FitLoop:
             if self._wrapped is None or "Expected to have finished reduction" not in str(error):
                 raise
             raise self._unused_parameters(str(error)) from error
+        if self._lockstep is not None:  # in backward it may wait for others
+            self._lockstep.own_s += perf_counter() - self._began_s
         loss = self._loss_of(output)
         if self._batch_idx % self._window == 0:
             self._zero_grad()
@@ -541,9 +667,14 @@ class FitLoop:
         if self._stepping:  # in mid-window the gradients so far are kept
             self._metrics.hook = ""
             self.module.on_validation_model_zero_grad()
+        begun_s = time.monotonic()
+        self.before_validation = {
+            "random": seeding.states(self._runtime.device),
+            "validation": self.evaluation.state(),
+        }
         self.evaluation.run()
         self._validated_s = time.monotonic()
-        self.trainer._after_validation()
+        self.trainer._after_validation(self._validated_s - begun_s)
 
     # -- schedulers --------------------------------------------------------------------------
 

@@ -57,11 +57,14 @@ class ModelCheckpoint(Checkpoint):
         save_on_train_epoch_end: at the end of an epoch, or (False) of a validation; default: of an
             epoch, if a validation runs at the end of each.
         enable_version_counter: append -v1, -v2, ... where a file of that name exists.
+        save_final: write `final.ckpt` at the end of a fit, also of one that a signal ended, if no
+            other file holds that state; default: unless `save_top_k` is 0.
     """
 
     CHECKPOINT_JOIN_CHAR = "-"
     CHECKPOINT_EQUALS_CHAR = "="
     CHECKPOINT_NAME_LAST = "last"
+    CHECKPOINT_NAME_FINAL = "final"
     FILE_EXTENSION = ".ckpt"
     STARTING_VERSION = 1
 
@@ -81,6 +84,7 @@ class ModelCheckpoint(Checkpoint):
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
+        save_final: bool | None = None,
     ) -> None:
         if mode not in ("min", "max"):
             raise ArgumentError(f'mode of a ModelCheckpoint is "min" or "max", not {mode!r}')
@@ -92,6 +96,7 @@ class ModelCheckpoint(Checkpoint):
         self.verbose = verbose
         self.save_last = save_last
         self.save_top_k = save_top_k
+        self.save_final = save_top_k != 0 if save_final is None else save_final
         self.save_weights_only = save_weights_only
         self.mode = mode
         self.auto_insert_metric_name = auto_insert_metric_name
@@ -109,6 +114,7 @@ class ModelCheckpoint(Checkpoint):
         self.best_model_score: Tensor | None = None
         self.best_model_path = ""
         self.last_model_path = ""
+        self.final_model_path = ""
         self._last_step_saved = 0  # nothing is saved before the first step
         self._last_file_saved = ""
         self._waits_for_metric = False
@@ -164,6 +170,7 @@ class ModelCheckpoint(Checkpoint):
             "kth_best_model_path": self.kth_best_model_path,
             "kth_value": self.kth_value,
             "last_model_path": self.last_model_path,
+            "final_model_path": self.final_model_path,
             "last_step_saved": self._last_step_saved,
         }
 
@@ -188,6 +195,7 @@ class ModelCheckpoint(Checkpoint):
         self.dirpath, self._adopted = state_dict["dirpath"], True
         self.load_state_dict(state_dict)
         self.current_score = state_dict["current_score"]
+        self.final_model_path = state_dict["final_model_path"]
 
     def moved(self, folder_from: Path, folder_to: Path) -> None:
         def here(path: str) -> str:
@@ -199,6 +207,7 @@ class ModelCheckpoint(Checkpoint):
         self.dirpath = self.dirpath and here(self.dirpath)
         self.best_model_path = here(self.best_model_path)
         self.last_model_path = here(self.last_model_path)
+        self.final_model_path = here(self.final_model_path)
         self.kth_best_model_path = here(self.kth_best_model_path)
         self.best_k_models = {here(path): score for path, score in self.best_k_models.items()}
 
@@ -252,6 +261,21 @@ class ModelCheckpoint(Checkpoint):
     def on_train_end(self, trainer: Trainer, pl_module: Module) -> None:
         if self.save_last and not self._last_file_saved and not trainer.fast_dev_run:
             self._save_last(trainer)
+
+    def holds_now(self, trainer: Trainer) -> str | None:
+        path = self._last_file_saved
+        if self._last_step_saved != trainer.global_step or self.save_weights_only or not path:
+            return None
+        return _rank_zeros(trainer, path if os.path.exists(path) else None)
+
+    def save_end(self, trainer: Trainer) -> str | None:
+        if not self.save_final or trainer.fast_dev_run:
+            return None
+        assert self.dirpath is not None  # since setup
+        path = os.path.join(self.dirpath, self.CHECKPOINT_NAME_FINAL + self.FILE_EXTENSION)
+        self.final_model_path = path  # before it is written: it is part of the file
+        trainer.save_checkpoint(path, self.save_weights_only)
+        return path
 
     def _waits(self, trainer: Trainer) -> bool:
         """Return whether a save is put off until a validation has run."""

@@ -33,6 +33,7 @@ class Place(StrEnum):
 
     BETWEEN = "between epochs"
     BATCH = "batch"  # before or in a batch, which is trained again from its start
+    NEXT = "next batch"  # a batch is done with, the next is to come
     BATCH_END = "batch end"  # a batch is trained; its row, validation and schedulers are to come
     VALIDATION = "validation"  # in a validation, which is run again from its start
     VALIDATED = "validated"  # at the end of a validation
@@ -161,13 +162,18 @@ def capture(loop: FitLoop, at: Position) -> dict[str, Any]:
     within = at.within_epoch
     half = within and (
         at.done % trainer.accumulate_grad_batches != 0
-        if at.place is Place.BATCH
+        if at.place in (Place.BATCH, Place.NEXT)
         else not at.stepping
     )
     save = getattr(loop.loader, "state_dict", None)
     saved = module.state_dict()
+    if at.place is Place.VALIDATION:
+        now = loop.before_validation
+    else:
+        validation = None if loop.evaluation is None else loop.evaluation.state()
+        now = {"random": seeding.states(trainer.runtime.device), "validation": validation}
     return {
-        "random": seeding.states(trainer.runtime.device),
+        **now,
         "began": loop.began if within else None,
         "loader": save() if within and callable(save) else None,
         "generators": data.generator_states(loop.loader),
@@ -180,7 +186,6 @@ def capture(loop: FitLoop, at: Position) -> dict[str, Any]:
             if trainer.global_rank > 0 or name not in saved
         },
         "metrics": trainer._metrics.state(),
-        "validation": None if loop.evaluation is None else loop.evaluation.state(),
     }
 
 

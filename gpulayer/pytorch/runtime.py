@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -35,6 +36,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp
 # Process groups that were closed, kept to the end: a DDP model that holds the last reference to one
 # joins its threads with the GIL held, and waits forever for one that wants the GIL (torch 2.13).
 _closed: list[Any] = []
+_stores = itertools.count()
 _LOCAL = RankEnv(
     job=None,
     call=None,
@@ -98,6 +100,7 @@ class Runtime:
         self.local_rank = place.local_rank
         self.world_size = place.world_size
         self.node_rank = place.node_rank
+        self.node = place.node
         self.device = _device(accelerator, place)
         refuse_mps(self.device.type, place.world_size, 1)
         self.precision = Precision(canonical(precision), self.device)
@@ -270,6 +273,18 @@ class Runtime:
         if any(one != everyone[0] for one in everyone):
             listed = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(everyone))
             raise RuntimeError(f"{what} differs between ranks: {listed}")
+
+    def store(self, name: str) -> Any:
+        """Return a new `torch.distributed.Store` that all ranks share; None for a single rank.
+
+        Every rank must ask, for equal names in the same order.
+        """
+        if self.world_size == 1:
+            return None
+        # A connection of its own: a thread that waits in the group's would hold up the group.
+        group: Any = dist.group.WORLD
+        shared = group.get_group_store().clone()
+        return PrefixStore(f"{name}/{next(_stores)}", shared)
 
     # -- the end -----------------------------------------------------------------------------
 

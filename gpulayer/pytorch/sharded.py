@@ -93,6 +93,9 @@ class FullySharded:
                     stride=parameter.stride(),
                 )
 
+    def fingerprint(self) -> None:
+        """Return nothing: each rank has weights that no other rank has."""
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         self._share_buffers()

@@ -79,6 +79,8 @@ def fit(
     """Train `model` in this process, which may be one of several ranks."""
     trainer.should_stop = trainer._ran_elsewhere = False
     trainer._loop = None
+    if trainer._progress is not None:
+        trainer._progress.fit_start()
     _limits(trainer)
     with _around(trainer, model, "fit"):
         trainer._data = TrainingData(trainer, model, train)

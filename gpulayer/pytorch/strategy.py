@@ -6,10 +6,12 @@ dicts are whole and plain in both, so that any run can read a checkpoint. Does n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -75,6 +77,19 @@ class Replicated:
                 parameter.grad = gradients[name].to(parameter.device)
         if gradients and self.wrapped is not None:
             self.wrapped.require_forward_param_sync = False  # as after a batch of the window
+
+    def fingerprint(self) -> tuple[float, float] | None:
+        """Return two numbers that depend on all weights, None if not finite; waits for the device.
+
+        They are the weights' 2-norm and the sum of their sums.
+        """
+        weights = [one.detach() for one in self._module.parameters() if one.is_floating_point()]
+        if not weights:
+            return None
+        norm = torch.nn.utils.get_total_norm(weights).double()
+        total = torch.stack([one.sum().to(norm) for one in weights]).sum()
+        first, second = torch.stack([norm, total]).tolist()
+        return (first, second) if math.isfinite(first) and math.isfinite(second) else None
 
     def evaluating(self) -> AbstractContextManager[Any]:
         """Return a block in which ranks may run unequal numbers of forward passes."""

@@ -40,7 +40,7 @@ from gpulayer.pytorch.metrics import Metrics
 from gpulayer.pytorch.model_checkpoint import ModelCheckpoint
 from gpulayer.pytorch.module import Module
 from gpulayer.pytorch.optimizers import SchedulerConfig
-from gpulayer.pytorch.progress import Progress
+from gpulayer.pytorch.progress import Progress, Status
 from gpulayer.pytorch.runtime import Runtime
 from gpulayer.pytorch.timer import Timer
 
@@ -180,7 +180,10 @@ class Trainer:
         self.inference_mode = inference_mode
         self.use_distributed_sampler = use_distributed_sampler
         self.fast_dev_run = fast_dev_run
-        self._progress = Progress() if enable_progress_bar else None
+        # What a job prints goes to viewers, who thin such lines where they are no terminal.
+        place = environment.rank_env()
+        live = place is not None and place.job is not None
+        self._progress = Progress(live=live) if enable_progress_bar else None
         self._logger = logger
         self._logs = logger  # not in a trial run
         if fast_dev_run:
@@ -457,8 +460,28 @@ class Trainer:
                 step = self._batches_that_stepped + shift
         self._file.write(row, step)
 
-    def _after_validation(self) -> None:
+    def _save_final(self) -> None:
+        """Have the state at the end of a fit written, unless a checkpoint holds it already."""
+        found = (one.holds_now(self) for one in self.checkpoint_callbacks)
+        path = next(filter(None, found), None)
+        if path is None:
+            written = (one.save_end(self) for one in self.checkpoint_callbacks)
+            path = next(filter(None, written), None)
         self._flush()
+        if self._loop is not None and self._loop.interrupted and self.is_global_zero:
+            then = f"; fit(ckpt_path={self._shown(path)!r}) goes on" if path else ""
+            self._say(f"stopped in epoch {self.current_epoch}, after step {self.global_step}{then}")
+
+    def _shown(self, path: str) -> str:
+        """Return a path as the user knows it: below the job's output, or the working directory."""
+        place = environment.rank_env()
+        root = (place.output_dir if place else None) or Path.cwd()
+        return str(Path(path).relative_to(root)) if Path(path).is_relative_to(root) else path
+
+    def _after_validation(self, took_s: float) -> None:
+        self._flush()
+        if self._progress is not None:
+            self._progress.validated(took_s)
 
     def _say(self, line: str) -> None:
         """Print what a callback has to say."""
@@ -483,16 +506,40 @@ class Trainer:
         if self._progress is not None and self.is_global_zero:
             self._progress.evaluated(stage, found)
 
-    def _progress_epoch_start(self) -> None:
+    def _progress_epoch_start(self, done: int = 0) -> None:
         if self._progress is not None:
-            self._progress.epoch_start()
+            self._progress.epoch_start(done)
 
     def _progress_step(self, done: int, total: float, loss: Tensor | None) -> None:
         progress = self._progress
-        if progress is not None and progress.due() and self.is_global_zero:
-            if loss is not None:
-                loss = loss * self.accumulate_grad_batches
-            progress.step(self.current_epoch, done, total, loss, self._metrics.progress)
+        if progress is None or not self.is_global_zero or not progress.due():
+            return
+        if loss is not None:
+            loss = loss * self.accumulate_grad_batches
+        assert self._loop is not None
+        timers = (one.time_remaining() for one in self.callbacks if isinstance(one, Timer))
+        status = Status(
+            self.current_epoch,
+            done,
+            total,
+            loss,
+            self._metrics.progress,
+            left=self._batches_left(done),
+            left_s=min((left for left in timers if left is not None), default=float("inf")),
+            slowest=self._loop.slowest_rank(),
+        )
+        progress.step(status)
+
+    def _batches_left(self, done: int) -> float:
+        """Return how many batches this fit still trains, inf if nothing tells."""
+        found = float("inf")
+        if self._max_epochs != -1:
+            epochs = self._max_epochs - self._epochs_processed
+            found = epochs * self.num_training_batches - done
+        if self.max_steps != -1:
+            steps = self.max_steps - self.global_step
+            found = min(found, steps * self.accumulate_grad_batches)
+        return found
 
     def _epoch_end(self, done: int) -> None:
         self._flush()

@@ -117,3 +117,54 @@ def test_calls_on_three_machines_equal_those_in_one_process(mesh: LanMesh) -> No
     assert Path(three["best"]).name == Path(one["best"]).name == "epoch=0-step=1.ckpt"
     assert (folder / "gpulayer_jobs") in Path(three["best"]).parents
     assert Path(three["best"]).is_file()
+
+
+LONG = """
+import sys, time, warnings
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from gpulayer.pytorch import Module, Trainer, seed_everything
+
+warnings.simplefilter("ignore")
+
+class Net(Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.02 if self.global_rank else 0.1)
+        return self.layer(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+seed_everything(1)
+data = DataLoader(TensorDataset(torch.randn(6000, 2)), batch_size=1)
+steps, path = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None
+trainer = Trainer(num_nodes=3, accelerator="cpu", max_steps=steps)
+trainer.fit(Net(), data, ckpt_path=path)
+print("ended at", trainer.global_step)
+"""
+
+
+def test_interrupted_training_is_saved_comes_home_and_goes_on(mesh: LanMesh) -> None:
+    folder = mesh.laptop.home / "long"
+    folder.mkdir()
+    (folder / "train.py").write_text(LONG)
+    run = mesh.laptop.popen(["python", "train.py", "100000"], cwd=folder)
+    run.expect(r"^\[0\|[^]]*\] epoch 0  step \d+/2000 .*ETA.*$", 90)
+    run.expect(r"slowest rank 0 on \S+ \d", 60)
+    run.interrupt()
+    assert run.wait(40) == 130, run.output()
+    told = run.expect(r"stopped in epoch 0, after step (\d+); fit\(ckpt_path='(\S+)'\) goes on", 1)
+    steps = int(told[1])
+    (job,) = (folder / "gpulayer_jobs").iterdir()
+    saved = job / told[2]
+    assert saved.name == "final.ckpt"
+    assert torch.load(saved, weights_only=True)["global_step"] == steps
+    done = mesh.laptop.run(
+        ["python", "train.py", str(steps + 2), str(saved)], cwd=folder, timeout=90
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"ended at {steps + 2}" in done.stdout

@@ -260,7 +260,7 @@ def test_ranks_that_read_the_same_data_are_told(tmp_path: Path) -> None:
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             trainer().fit(Net(), DataLoader(Stream(), 2))
-        caught[SHARDED] = [str(w.message) for w in found if "same batch" in str(w.message)]
+        caught[SHARDED] = [str(w.message) for w in found if "ranks 0, 1 train on" in str(w.message)]
     tell(equal=len(caught[0]), shared=len(caught[1]))
     """
     ranks = Ranks(tmp_path / "ranks", body, 2).check()

@@ -99,6 +99,9 @@ def rank_environment(
         env |= _torchrun(spec, slot_index, local_rank, order)
         env["TORCHELASTIC_ERROR_FILE"] = f"{host.job_dir}/logs/rank{rank}.error.json"
         env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        # Without: a warning per rank on a network that has no reverse names, and the C++ stack of
+        # each rank whose store went with rank 0, after the traceback that matters.
+        env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         if slot.processes > 1:
             env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: n ranks share the cores
     out = f"{host.job_dir}/out/rank{rank}"
