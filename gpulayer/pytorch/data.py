@@ -27,6 +27,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from gpulayer.pytorch import fetching
 from gpulayer.pytorch.arguments import ArgumentError
 
 Loader = Iterable[Any]
@@ -358,10 +359,10 @@ def further(loader: Loader, count: int) -> Iterator[Any]:
         later = _Later(getattr(loader, which))
         twin = copy.copy(loader)
         vars(twin)[which] = later  # DataLoader refuses assignment after __init__
-        iterator: Iterator[Any] = iter(twin)
+        iterator = fetching.iterate(twin)
         later.skip(count)
         return iterator
-    iterator = iter(loader)
+    iterator = fetching.iterate(loader)
     found = sum(1 for _ in islice(iterator, count))
     if found < count:
         raise ArgumentError(

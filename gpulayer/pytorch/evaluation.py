@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gpulayer.pytorch import data, seeding
+from gpulayer.pytorch import data, fetching, seeding
 from gpulayer.pytorch.arguments import ArgumentError, batches
 from gpulayer.pytorch.metrics import reduce_named
 from gpulayer.pytorch.module import Module, overridden
@@ -238,7 +238,8 @@ def without_gradients(trainer: Trainer, stage: str) -> AbstractContextManager[An
 
 
 def bounded(loader: data.Loader, limit: float) -> Iterator[Any]:
-    return iter(loader) if limit == float("inf") else islice(iter(loader), int(limit))
+    iterator = fetching.iterate(loader)
+    return iterator if limit == float("inf") else islice(iterator, int(limit))
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gpulayer.pytorch import data, seeding
+from gpulayer.pytorch import data, fetching, seeding
 from gpulayer.pytorch.arguments import ArgumentError, batches
 from gpulayer.pytorch.cadence import Cadence
 from gpulayer.pytorch.evaluation import Evaluation, takes, transfer_of
@@ -181,7 +181,7 @@ class FitLoop:
         self._batch_idx = -1
         self.is_last = False
         self.began = begin(self)
-        self._end_epoch(self._batches(self._stream(iter(self.loader))))
+        self._end_epoch(self._batches(self._stream(fetching.iterate(self.loader))))
 
     def _end_epoch(self, complete: bool) -> None:
         if self.interrupted:  # between two batches, with which a fit can go on
@@ -334,13 +334,15 @@ class FitLoop:
         """Yield (batch, whether it is the last of the epoch), `done` batches into it."""
         limit = self.num_batches
         if data.length(self.loader) == _INF:
-            source = data.look_ahead(iterator)
+            for number, (batch, last) in enumerate(data.look_ahead(iterator), done + 1):
+                yield batch, last or number == limit
+                if number == limit:
+                    return
         else:
-            source = ((batch, False) for batch in iterator)
-        for number, (batch, last) in enumerate(source, done + 1):
-            yield batch, last or number == limit
-            if number == limit:
-                return
+            for number, batch in enumerate(iterator, done + 1):
+                yield batch, number == limit
+                if number == limit:
+                    return
 
     def _warn_of_copies(self, batch: Any) -> None:
         """Compare the first batch of all ranks, once."""
