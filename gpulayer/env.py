@@ -11,8 +11,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpulayer_mesh.config import home_dir
-from gpulayer_mesh.core.rankenv import is_ours
 from gpulayer_mesh.errors import ConfigError
 
 VALUE_MAX = 128 * 1024 - 256  # bytes; Linux takes no longer "NAME=value" (MAX_ARG_STRLEN)
@@ -107,6 +105,9 @@ def problems(argument: str, given: Mapping[str, str]) -> list[str]:
     Args:
         argument: what the caller knows them as: "env" or "secrets".
     """
+    # Only who submits a job asks; a script that trains should not wait for the types of a job.
+    from gpulayer_mesh.core.rankenv import is_ours
+
     found = []
     total = 0
     for name, value in given.items():
@@ -141,6 +142,8 @@ def export(name: str, value: str) -> None:
 
 def home() -> Path:
     """Return this user's state directory."""
+    from gpulayer_mesh.config import home_dir
+
     return home_dir(os.environ)
 
 

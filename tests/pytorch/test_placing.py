@@ -33,6 +33,16 @@ def test_importing_the_package_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_importing_the_trainer_does_not_import_what_only_jobs_need() -> None:
+    code = (
+        "import sys; from gpulayer.pytorch import Trainer; Trainer(max_epochs=1); "
+        "found = {name.split('.')[0] for name in sys.modules}; "
+        "assert not {'msgspec', 'msgpack', 'aiohttp', 'platformdirs'} & found, found; "
+        "assert 'gpulayer_mesh.core' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 # -- the decision --------------------------------------------------------------------------------
 
 
