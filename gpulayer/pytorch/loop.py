@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gpulayer.pytorch import data, fetching, seeding
+from gpulayer.pytorch import data, fetching, seeding, shortcuts
 from gpulayer.pytorch.arguments import ArgumentError, batches
 from gpulayer.pytorch.cadence import Cadence
 from gpulayer.pytorch.evaluation import Evaluation, takes, transfer_of
@@ -529,7 +529,7 @@ class FitLoop:
             metrics.hook = "backward"
             hooks["backward"](loss)
         else:
-            loss.backward()  # type: ignore[no-untyped-call]
+            shortcuts.backward(loss)
         if hooks["on_after_backward"] is not None:
             metrics.hook = "on_after_backward"
             hooks["on_after_backward"]()
@@ -569,7 +569,7 @@ class FitLoop:
                 self.trainer.current_epoch, self._batch_idx, self.optimizer
             )
         else:
-            self.optimizer.zero_grad()
+            shortcuts.zero_grad(self.trainer.optimizers[0])
 
     def _before_step(self) -> None:
         """Call the last hook before the update, on unscaled gradients, then clip."""
