@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -388,30 +388,41 @@ def look_ahead(iterator: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
 
 def move(batch: Any, device: torch.device) -> Any:
     """Return a batch with every tensor in it, at any depth, on `device`."""
+    return apply(batch, mover(device))
+
+
+def mover(device: torch.device) -> Callable[[Any], Any]:
+    """Return what brings a part of a batch to `device`, for `apply`."""
+    # Copies from pinned memory overlap on cuda; on mps they have been seen to race.
+    non_blocking = device.type == "cuda"
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value if value.device == device else value.to(device, non_blocking=non_blocking)
+        return value.to(device) if callable(getattr(value, "to", None)) else value
+
+    return moved
+
+
+def apply(batch: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a batch with what `function` makes of everything in it that is no container."""
     if isinstance(batch, Tensor):
-        return batch if batch.device == device else batch.to(device, non_blocking=_async(device))
+        return function(batch)
     if isinstance(batch, tuple):
-        moved = [move(value, device) for value in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+        made = [apply(value, function) for value in batch]
+        return type(batch)(*made) if hasattr(batch, "_fields") else type(batch)(made)
     if isinstance(batch, list):
-        return [move(value, device) for value in batch]
+        return [apply(value, function) for value in batch]
     if isinstance(batch, dict):
-        moved_items = {key: move(value, device) for key, value in batch.items()}
+        made_items = {key: apply(value, function) for key, value in batch.items()}
         if type(batch) is dict:
-            return moved_items
+            return made_items
         kept = copy.copy(batch)  # an OrderedDict, a defaultdict, a BatchEncoding
-        kept.update(moved_items)
+        kept.update(made_items)
         return kept
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         twin = copy.copy(batch)
         for field in dataclasses.fields(batch):
-            object.__setattr__(twin, field.name, move(getattr(batch, field.name), device))
+            object.__setattr__(twin, field.name, apply(getattr(batch, field.name), function))
         return twin
-    if hasattr(batch, "to") and callable(batch.to):
-        return batch.to(device)
-    return batch
-
-
-def _async(device: torch.device) -> bool:
-    # Copies from pinned memory overlap on cuda; on mps they have been seen to race.
-    return device.type == "cuda"
+    return function(batch)

@@ -256,9 +256,9 @@ def takes(function: Callable[..., Any], count: int) -> bool:
 
 def transfer_of(module: Module, device: torch.device) -> Callable[[Any, int], Any]:
     """Return how a batch gets to the device: directly unless the module has a say in it."""
-    names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-    if not any(overridden(module, name) for name in names):
-        return lambda batch, index: data.move(batch, device)
+    if not transfers_itself(module):
+        moved = data.mover(device)
+        return lambda batch, index: data.apply(batch, moved)
 
     def transfer(batch: Any, index: int) -> Any:
         batch = module.on_before_batch_transfer(batch, index)
@@ -266,3 +266,9 @@ def transfer_of(module: Module, device: torch.device) -> Callable[[Any, int], An
         return module.on_after_batch_transfer(batch, index)
 
     return transfer
+
+
+def transfers_itself(module: Module) -> bool:
+    """Return whether the module overrides a hook of the transfer."""
+    names = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    return any(overridden(module, name) for name in names)

@@ -13,8 +13,8 @@ import re
 import signal
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
 from datetime import timedelta
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -25,11 +25,12 @@ from torch import Tensor
 from gpulayer.pytorch import data, fetching, seeding, shortcuts
 from gpulayer.pytorch.arguments import ArgumentError, batches
 from gpulayer.pytorch.cadence import Cadence
-from gpulayer.pytorch.evaluation import Evaluation, takes, transfer_of
+from gpulayer.pytorch.evaluation import Evaluation, takes, transfer_of, transfers_itself
 from gpulayer.pytorch.lockstep import Lockstep
 from gpulayer.pytorch.manual import ManualOptimization
 from gpulayer.pytorch.module import Module
 from gpulayer.pytorch.precision import ScaledOptimizer
+from gpulayer.pytorch.prefetch import Prefetching
 from gpulayer.pytorch.resume import Place, Position, Resume, begin
 from gpulayer.pytorch.stopping import Signals, end_for
 
@@ -65,6 +66,11 @@ class FitLoop:
         self._runtime = trainer.runtime
         self._hooks = trainer._hooks
         self._transfer = transfer_of(module, self._runtime.device)
+        self._prefetching = (
+            Prefetching(loader, self._runtime.device, copies=not transfers_itself(module))
+            if trainer.prefetch
+            else None
+        )
         self.strategy = strategy
         self._wrapped = strategy.wrapped
         self._forward = strategy.forward
@@ -181,7 +187,7 @@ class FitLoop:
         self._batch_idx = -1
         self.is_last = False
         self.began = begin(self)
-        self._end_epoch(self._batches(self._stream(fetching.iterate(self.loader))))
+        self._end_epoch(self._read(self._stream(fetching.iterate(self.loader))))
 
     def _end_epoch(self, complete: bool) -> None:
         if self.interrupted:  # between two batches, with which a fit can go on
@@ -227,7 +233,7 @@ class FitLoop:
         at = resume.position
         self._batch_idx, self.is_last = at.done - 1, at.is_last
         self._stepping, self._complete, self._place = at.stepping, at.complete, at.place
-        stream: Iterator[tuple[Any, bool]] = iter(())
+        stream = self._stream(iter(()))
         if resume.within_epoch:
             data.set_epoch(self.loader, trainer._epochs_processed)
             trainer._progress_epoch_start(at.done)
@@ -239,7 +245,7 @@ class FitLoop:
         elif resume.within_epoch:
             if at.place not in (Place.BATCH, Place.NEXT):
                 self._after_batch(at.place)
-            self._end_epoch(self._batches(stream))
+            self._end_epoch(self._read(stream))
 
     def position(self) -> Position:
         """Return where a checkpoint is written now."""
@@ -250,6 +256,11 @@ class FitLoop:
         if place is Place.VALIDATION and self._metrics.hook == "on_validation_end":
             place = Place.VALIDATED
         return Position(place, done, self.is_last, self._stepping, self._complete, self.num_batches)
+
+    def _read(self, stream: Generator[tuple[Any, bool], None, None]) -> bool:
+        """Run `_batches`; however it ends, nothing is loaded ahead afterwards."""
+        with closing(stream):
+            return self._batches(stream)
 
     def _batches(self, stream: Iterator[tuple[Any, bool]]) -> bool:
         """Run the batches of an epoch; returns whether the epoch came to its last one."""
@@ -330,19 +341,33 @@ class FitLoop:
             and ((trainer._batches_that_stepped + 1) % every == 0 or trainer.should_stop)
         )
 
-    def _stream(self, iterator: Iterator[Any], done: int = 0) -> Iterator[tuple[Any, bool]]:
+    def _stream(
+        self, iterator: Iterator[Any], done: int = 0
+    ) -> Generator[tuple[Any, bool], None, None]:
         """Yield (batch, whether it is the last of the epoch), `done` batches into it."""
         limit = self.num_batches
-        if data.length(self.loader) == _INF:
-            for number, (batch, last) in enumerate(data.look_ahead(iterator), done + 1):
+        most = min(limit - done, self._batches_to_max_steps())
+        prefetching = self._prefetching
+        with (
+            closing(prefetching.over(iterator, most))
+            if prefetching
+            else nullcontext(iterator) as batches
+        ):
+            if data.length(self.loader) == _INF:
+                source = data.look_ahead(batches)
+            else:
+                source = ((batch, False) for batch in batches)
+            for number, (batch, last) in enumerate(source, done + 1):
                 yield batch, last or number == limit
                 if number == limit:
                     return
-        else:
-            for number, batch in enumerate(iterator, done + 1):
-                yield batch, number == limit
-                if number == limit:
-                    return
+
+    def _batches_to_max_steps(self) -> float:
+        """Return how many more batches there may be; a loader that yields None has more."""
+        trainer = self.trainer
+        if trainer.max_steps == -1 or not self.module.automatic_optimization:
+            return _INF
+        return (trainer.max_steps - trainer.global_step) * self._window
 
     def _warn_of_copies(self, batch: Any) -> None:
         """Compare the first batch of all ranks, once."""

@@ -91,6 +91,8 @@ class Trainer:
         inference_mode: run validate, test and predict under `torch.inference_mode`, where the
             process group allows it; otherwise, and always inside fit, under `torch.no_grad`.
         use_distributed_sampler: share loaders out over ranks.
+        prefetch: load training batches, and copy them to a cuda device, in a thread that is up to
+            two batches ahead.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class Trainer:
         benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
+        prefetch: bool = False,
         **unknown: Any,
     ) -> None:
         arguments.refuse("Trainer", unknown)
@@ -179,6 +182,7 @@ class Trainer:
         self.benchmark = benchmark
         self.inference_mode = inference_mode
         self.use_distributed_sampler = use_distributed_sampler
+        self.prefetch = prefetch
         self.fast_dev_run = fast_dev_run
         # What a job prints goes to viewers, who thin such lines where they are no terminal.
         place = environment.rank_env()

@@ -206,6 +206,15 @@ def test_every_kind_of_loader_goes_on_in_its_order(
     check(tmp_path, kind, hook, count)
 
 
+@pytest.mark.parametrize("kind", ["quiet", "shuffled", "stream", "iterable"])
+@pytest.mark.parametrize(("hook", "count"), PLACES[2::3])
+def test_batches_loaded_ahead_are_loaded_again(
+    tmp_path: Path, kind: str, hook: str, count: int
+) -> None:
+    check(tmp_path, kind, hook, count, prefetch=True)
+    assert unbroken(kind, (("prefetch", True),)) == unbroken(kind, ())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["workers", "persistent"])
 @pytest.mark.parametrize(

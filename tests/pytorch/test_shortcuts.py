@@ -79,15 +79,13 @@ def test_backward_of_a_subclass_and_under_a_mode_is_seen() -> None:
 
     class Watched(Tensor):
         @classmethod
-        def __torch_function__(
-            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
+        def __torch_function__(cls, func: Any, kinds: Any, args: Any = (), more: Any = None) -> Any:
             seen.append(func)
             return super().__torch_function__(func, kinds, args, more or {})
 
     class Mode(TorchFunctionMode):
         def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            self, func: Any, kinds: Any, args: Any = (), more: Any = None
         ) -> Any:
             seen.append(func)
             return func(*args, **(more or {}))
