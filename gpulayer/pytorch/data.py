@@ -412,7 +412,9 @@ def apply(batch: Any, function: Callable[[Any], Any]) -> Any:
         made = [apply(value, function) for value in batch]
         return type(batch)(*made) if hasattr(batch, "_fields") else type(batch)(made)
     if isinstance(batch, list):
-        return [apply(value, function) for value in batch]
+        return [
+            function(value) if type(value) is Tensor else apply(value, function) for value in batch
+        ]
     if isinstance(batch, dict):
         made_items = {key: apply(value, function) for key, value in batch.items()}
         if type(batch) is dict:

@@ -84,11 +84,19 @@ class FitLoop:
         elif self._scaler is not None:
             self.optimizer = ScaledOptimizer(self.optimizer, self._scaler, self._before_step)
         self._window = trainer.accumulate_grad_batches
+        # Somebody sees the divided loss and its graph; else its gradient is divided, which is less.
+        self._shows_loss = self._scaler is not None or any(
+            self._hooks[name] is not None for name in ("on_before_backward", "backward")
+        )
         self._log_every = 1 if trainer.fast_dev_run else trainer.log_every_n_steps
+        self._reports_loss = (
+            trainer._progress is not None or self._hooks["on_train_batch_end"] is not None
+        )
         self._step_schedulers = self._schedulers("step", plateau=False)
         self._step_plateaus = self._schedulers("step", plateau=True)
         # Ranks that read a loader whole would train copies of each other.
-        self._compare_ranks = self._runtime.world_size > 1 and not data.shared_out(loader)
+        self._alone = self._runtime.world_size == 1
+        self._compare_ranks = not self._alone and not data.shared_out(loader)
         # validation by time
         self._validated_s = 0.0
         self._val_cadence = (
@@ -480,6 +488,9 @@ class FitLoop:
             self._train_manually()
             return
         if not self._stepping:
+            if self._alone and torch.is_grad_enabled():
+                self._closure()
+                return
             with self._unsynchronised(), torch.enable_grad():
                 self._closure()
             return
@@ -542,8 +553,13 @@ class FitLoop:
             self._zero_grad()
         if loss is None:
             return None
-        detached = loss.detach()
-        self._outputs["loss"] = detached
+        window = self._window
+        if window != 1 and self._shows_loss:
+            loss, window = loss / window, 1
+        detached = None
+        if window == 1 or self._stepping or self._reports_loss:
+            detached = loss.detach() if window == 1 else loss.detach() / window
+            self._outputs["loss"] = detached
         self._loss = detached
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
@@ -554,14 +570,17 @@ class FitLoop:
             metrics.hook = "backward"
             hooks["backward"](loss)
         else:
-            shortcuts.backward(loss)
+            shortcuts.backward(loss, window)
         if hooks["on_after_backward"] is not None:
             metrics.hook = "on_after_backward"
             hooks["on_after_backward"]()
         return detached
 
     def _loss_of(self, output: Any) -> Tensor | None:
-        """Return the loss to differentiate, divided by the window; keeps what else was returned."""
+        """Return the loss, not divided by the window yet; keeps what else was returned."""
+        if isinstance(output, Tensor):  # before Mapping, which is slow to ask
+            self._outputs = {}
+            return output
         extra: dict[str, Any] = {}
         if isinstance(output, Mapping):
             if output.get("loss") is None:
@@ -576,12 +595,12 @@ class FitLoop:
                     "waiting in their collective"
                 )
             return None
-        if not isinstance(output, Tensor):
+        if not isinstance(output, Tensor):  # of a dict
             raise ArgumentError(
                 f"training_step returned {type(output).__name__}; a tensor, a dict with "
                 '"loss" or None is expected'
             )
-        return output / self._window if self._window != 1 else output
+        return output
 
     def _zero_grad(self) -> None:
         metrics, hooks = self._metrics, self._hooks

@@ -7,18 +7,22 @@ own methods, so that it is seen. Knows no steps and no hooks.
 
 from __future__ import annotations
 
+import logging
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.overrides import has_torch_function
 
-try:  # what `torch.autograd.backward` ends in: no public name, so a torch may come without it
-    from torch.autograd.graph import _engine_run_backward
-except ImportError:  # pragma: no cover
-    _engine_run_backward = None  # type: ignore[assignment]
-
 _ZERO_GRAD = Optimizer.zero_grad
-_BACKWARD = (Tensor.backward, torch.autograd.backward)
+_TENSOR_BACKWARD, _AUTOGRAD_BACKWARD = Tensor.backward, torch.autograd.backward
+# What `torch.autograd.backward` ends in. It has no public name, so a torch may come without it.
+_run_backward: Any = getattr(
+    getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None
+)
+_log = logging.getLogger("torch.autograd.graph")  # at DEBUG, torch logs every node
 
 
 def zero_grad(optimizer: Optimizer) -> None:
@@ -31,19 +35,39 @@ def zero_grad(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
-def backward(loss: Tensor) -> None:
-    """Do what `loss.backward()` does."""
-    if (
-        _engine_run_backward is None
-        or type(loss) is not Tensor
-        or loss.dim() != 0
-        or not (loss.requires_grad and loss.is_floating_point())
-        or (Tensor.backward, torch.autograd.backward) != _BACKWARD
-        or has_torch_function((loss,))  # a mode that wants to see every call
-    ):
+def backward(loss: Tensor, divisor: int = 1) -> None:
+    """Do what `(loss / divisor).backward()` does."""
+    if not _plain(loss):
+        loss = loss if divisor == 1 else loss / divisor
         loss.backward()  # type: ignore[no-untyped-call]
         return
-    ones = torch.ones_like(loss, memory_format=torch.preserve_format)
-    _engine_run_backward(
-        (loss,), (ones,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    gradient = _seed(loss.dtype, divisor).clone()  # a hook may change it in place
+    _run_backward(
+        (loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+@cache
+def _seed(dtype: torch.dtype, divisor: int) -> Tensor:
+    """Return the gradient that backward of a division hands on."""
+    ones = torch.ones((), dtype=dtype, device="cpu")
+    return ones if divisor == 1 else ones / divisor
+
+
+def _plain(loss: Tensor) -> bool:
+    """Return whether torch would do nothing else on the way to its engine.
+
+    On the CPU only: elsewhere torch hands the context of this thread to those of the devices.
+    """
+    return (
+        type(loss) is Tensor
+        and loss.is_cpu
+        and loss.dim() == 0
+        and loss.requires_grad
+        and loss.is_floating_point()
+        and _run_backward is not None
+        and Tensor.backward is _TENSOR_BACKWARD
+        and torch.autograd.backward is _AUTOGRAD_BACKWARD
+        and not has_torch_function((loss,))  # a mode that wants to see every call
+        and not _log.isEnabledFor(logging.DEBUG)
     )

@@ -29,6 +29,8 @@ LOSSES: dict[str, Callable[[nn.Module], Tensor]] = {
     "scalar": lambda net: net(torch.ones(4, 3)).square().mean(),
     "one element": lambda net: net(torch.ones(1, 3)),
     "several elements": lambda net: net(torch.ones(4, 3)),
+    "small": lambda net: net(torch.ones(4, 3)).sum() * 1e-38,
+    "nan": lambda net: net(torch.ones(4, 3)).sum().log() * float("nan"),
     "double": lambda net: net(torch.ones(4, 3)).double().sum(),
     "bfloat16": lambda net: net(torch.ones(4, 3)).bfloat16().sum(),
     "complex": lambda net: net(torch.ones(4, 3)).sum() * 1j,
@@ -42,7 +44,10 @@ LOSSES: dict[str, Callable[[nn.Module], Tensor]] = {
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("before", [False, True])
-def test_backward_is_the_one_of_the_tensor(name: str, hooked: bool, before: bool) -> None:
+@pytest.mark.parametrize("divisor", [1, 3, 7, 64])
+def test_backward_is_the_one_of_the_tensor(
+    name: str, hooked: bool, before: bool, divisor: int
+) -> None:
     def outcome(backward: Callable[[Tensor], None]) -> Any:
         net = network()
         if before:  # gradients add up
@@ -52,10 +57,13 @@ def test_backward_is_the_one_of_the_tensor(name: str, hooked: bool, before: bool
             loss.register_hook(lambda grad: grad.mul_(3))  # type: ignore[no-untyped-call]
         result = raised(lambda: backward(loss))
         again = raised(lambda: backward(loss))  # the graph is freed
-        grads = [None if p.grad is None else p.grad.tolist() for p in net.parameters()]
-        return result, again, grads, None if not loss.is_leaf else loss.grad
+        grads = [None if p.grad is None else repr(p.grad.tolist()) for p in net.parameters()]
+        return result, again, grads, None if not loss.is_leaf else repr(loss.grad)
 
-    assert str(outcome(shortcuts.backward)) == str(outcome(lambda loss: loss.backward()))  # type: ignore[no-untyped-call]
+    def plainly(loss: Tensor) -> None:
+        (loss if divisor == 1 else loss / divisor).backward()  # type: ignore[no-untyped-call]
+
+    assert outcome(lambda loss: shortcuts.backward(loss, divisor)) == outcome(plainly)
 
 
 def test_changed_backward_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +76,7 @@ def test_changed_backward_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch.autograd, "backward", lambda *args, **more: calls.append("autograd"))
         shortcuts.backward(loss)
     with monkeypatch.context() as patch:
-        patch.setattr(shortcuts, "_engine_run_backward", None)  # a torch without it
+        patch.setattr(shortcuts, "_run_backward", None)  # a torch without it
         patch.setattr(Tensor, "backward", lambda self: calls.append("torch's"))
         shortcuts.backward(loss)
     assert calls == ["tensor", "autograd", "torch's"]
@@ -148,11 +156,19 @@ def test_fit_is_the_one_of_torchs_methods(
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self.net(batch).square().mean()
 
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            told.append(outputs["loss"].item())
+
         def configure_optimizers(self) -> Any:
             return OPTIMIZERS[name](self.parameters())
 
-    def run() -> Any:
-        model = Net()
+    class Shown(Net):
+        def on_before_backward(self, loss: Any) -> None:
+            assert (loss.grad_fn.name() == "DivBackward0") == (window > 1)
+
+    def run(kind: type[Net] = Net) -> Any:
+        told.clear()
+        model = kind()
         trainer = Trainer(
             accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_checkpointing=False,
             enable_progress_bar=False, accumulate_grad_batches=window, precision=precision,
@@ -163,9 +179,13 @@ def test_fit_is_the_one_of_torchs_methods(
             [p.tolist() for p in model.parameters()],
             [None if p.grad is None else p.grad.tolist() for p in model.parameters()],
             repr(trainer.optimizers[0].state_dict()),
+            list(told),
         )
 
+    told: list[float] = []
     found = run()
-    monkeypatch.setattr(shortcuts, "backward", lambda loss: loss.backward())
+    assert run(Shown) == found
+    assert len(found[-1]) == 14
+    monkeypatch.setattr(shortcuts, "backward", lambda loss, n: (loss / n).backward())
     monkeypatch.setattr(shortcuts, "zero_grad", lambda optimizer: optimizer.zero_grad())
     assert run() == found
