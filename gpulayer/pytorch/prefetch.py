@@ -192,7 +192,7 @@ class _Staging:
             def used(value: Any) -> Any:
                 # Allocated on the other stream, which may not reuse the memory before this one is
                 # done with it.
-                if isinstance(value, Tensor) and value.is_cuda:
+                if isinstance(value, Tensor) and value.device == self._device:
                     value.record_stream(current)
                 return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import Ranks
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -338,6 +340,51 @@ def test_modes_of_the_main_thread_hold_in_the_other() -> None:
         assert modes() == [(False, True, "meta")] * 5
 
 
+@pytest.mark.parametrize("copies", [True, False])
+def test_batches_for_cuda_are_pinned_and_copied_on_another_stream(
+    copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With streams that only take notes; "meta" stands for the device."""
+    device = torch.device("meta")
+    calls: list[Any] = []
+
+    class FakeStream:
+        def __init__(self, name: Any) -> None:
+            self.name = name
+
+        def record_event(self) -> str:
+            calls.append("copied")
+            return "event"
+
+        def wait_event(self, event: str) -> None:
+            calls.append((self.name, "waits for", event))
+
+    @contextlib.contextmanager
+    def on(stream: FakeStream) -> Iterator[None]:
+        calls.append(("on", stream.name))
+        yield
+
+    training = FakeStream("training")
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: training)
+    pinned = lambda tensor: calls.append("pinned") or tensor  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda _, stream: calls.append(("used on", stream.name))
+    )
+    arrive = prefetch._Staging(device, copies)({"x": torch.ones(2), "n": 3})
+    before = len(calls)
+    batch = arrive()
+    assert batch["n"] == 3
+    assert batch["x"].device.type == ("meta" if copies else "cpu")
+    if copies:
+        assert calls[:before] == ["pinned", ("on", device), "copied"]
+        assert calls[before:] == [("training", "waits for", "event"), ("used on", "training")]
+    else:
+        assert calls == ["pinned"]
+
+
 def test_resume_counts_batches_that_were_trained(tmp_path: Path) -> None:
     class Saves(Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
@@ -349,3 +396,22 @@ def test_resume_counts_batches_that_were_trained(tmp_path: Path) -> None:
     again = fit(DataLoader(rows, BATCH, shuffle=True), ckpt_path=tmp_path / "a.ckpt")
     assert again == (whole[0][17:], *whole[1:])
     assert len(rows.read) == (3 * 13 - 17) * BATCH
+
+
+@pytest.mark.slow
+@pytest.mark.network
+def test_two_ranks_train_what_they_train_in_step(tmp_path: Path) -> None:
+    body = """
+    def run(**arguments):
+        seed_everything(1)
+        model = Net()
+        used = trainer(max_epochs=2, enable_checkpointing=False, **arguments)
+        used.fit(model, DataLoader(samples(28), 2, shuffle=True))
+        return [p.tolist() for p in model.parameters()], used.global_step, torch.rand(1).item()
+
+    tell(found=[run(prefetch=True), run()])
+    """
+    ranks = Ranks(tmp_path / "ranks", body, 2).check()
+    for rank in (0, 1):
+        ahead, in_step = ranks.told(rank)["found"]
+        assert ahead == in_step
