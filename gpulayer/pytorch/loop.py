@@ -94,8 +94,8 @@ class FitLoop:
         )
         self._step_schedulers = self._schedulers("step", plateau=False)
         self._step_plateaus = self._schedulers("step", plateau=True)
-        # Ranks that read a loader whole would train copies of each other.
         self._alone = self._runtime.world_size == 1
+        # Ranks that read a loader whole would train copies of each other.
         self._compare_ranks = not self._alone and not data.shared_out(loader)
         # validation by time
         self._validated_s = 0.0
