@@ -91,6 +91,21 @@ def named_env(names: Iterable[str]) -> dict[str, str]:
     return chosen
 
 
+def variables(given: Mapping[str, str] | Iterable[str] | None) -> dict[str, str]:
+    """Return variables given as a mapping or as names, as `env=` and `secrets=` take them.
+
+    Raises:
+        ConfigError: a variable is not set here, or a single text was given.
+    """
+    if given is None:
+        return {}
+    if isinstance(given, Mapping):
+        return dict(given)
+    if isinstance(given, str):
+        raise ConfigError(f"env={given!r}: give a list of names or a mapping")
+    return named_env(given)
+
+
 def _encodable(text: str) -> bool:
     try:
         text.encode()

@@ -60,7 +60,10 @@ UPLOADS = 4  # parallel chunk uploads: fills a 1 Gbit/s link through one TLS cor
 BUSY_POLL_S = 2.0
 SAME_PRESS_S = 0.3  # signals closer than this are one wish; nobody presses Ctrl-C twice so fast
 _NO_SCRIPT = "there is no script to run on the other machines: this is a notebook, REPL or -c"
-_SAVE_IT = "save the code as a file, e.g. train.py, and run `python train.py`"
+_SAVE_IT = (
+    "save the code as a file, e.g. train.py, and run `python train.py`; or put a function into a "
+    'module and call gpulayer.submit("module:function")'
+)
 WAIT_S = 3600.0  # how long a request may wait for busy nodes before exit 4
 
 
@@ -141,11 +144,36 @@ def run_job(request: JobRequest) -> JobOutcome:
     return _in_own_loop(lambda: _run_job(request))
 
 
+async def start(request: JobRequest, ui: Ui) -> JobRecord:
+    """Plan and start a job; returns once its keeper has it. Raises as `run_job`."""
+    from gpulayer_mesh.client import MeshClient
+
+    packed = await asyncio.to_thread(_pack, request)
+    async with await MeshClient.connect(env.home()) as client:
+        record = await _place(client, request, packed, ui)
+    assert record is not None  # it is for a dry run only
+    return record
+
+
 def run_local(request: JobRequest, *, processes: int) -> JobOutcome:
     """Run the ranks on this machine, in this folder, with no mesh and no agent."""
     from gpulayer.localjob import run
 
     return _in_own_loop(lambda: run(request, processes))
+
+
+def accelerator_of(name: str) -> Accelerator | None:
+    """Return the accelerator to ask the mesh for; None leaves it to the plan."""
+    if name == "auto":
+        return None
+    if name == "gpu":
+        return Accelerator.CUDA
+    try:
+        return Accelerator(name)
+    except ValueError:
+        raise ConfigError(
+            f"unknown accelerator {name!r}", hint="one of auto, cpu, gpu, cuda, rocm, mps"
+        ) from None
 
 
 def new_job_id() -> str:
@@ -192,6 +220,15 @@ def _running_script() -> dict[str, Any]:
         raise ConfigError(_NO_SCRIPT, hint=_SAVE_IT)
     path = path.resolve()
     return {"argv": (path.name, *arguments), "name": path.name, "root": path.parent}
+
+
+def running_root() -> Path | None:
+    """Return the folder of the running script; None in a notebook or REPL."""
+    try:
+        found: Path = _running_script()["root"]
+    except ConfigError:
+        return None
+    return found
 
 
 def _script_arguments(argv: Sequence[str]) -> tuple[str, ...]:
@@ -287,6 +324,8 @@ def _pack(request: JobRequest) -> _Packed:
     bundle = pack(request.root, extra_files=request.extra_files)
     if not request.python:
         return _Packed(bundle, Scan((), ()))
+    if request.kind is JobKind.FUNCTION:
+        return _Packed(bundle, scan(bundle, ("-m", request.name.partition(":")[0]), request.cwd))
     return _Packed(bundle, scan(bundle, request.argv, request.cwd))
 
 

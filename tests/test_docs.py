@@ -53,6 +53,7 @@ ELSEWHERE = {
 PRINTED = {
     "train.py": r"y = \d\.\d\d x \+ \d\.\d\d",
     "trained.py": r"32 steps, val_loss \d\.\d{4}",
+    "squares.py": r"sum of squares: 30",
 }
 BROUGHT = {"launched.py": "total.txt", "looped.py": "model.pt"}
 
@@ -268,19 +269,21 @@ def test_python_block_compiles(block: Block) -> None:
 
 
 def test_reference_has_every_argument() -> None:
+    from gpulayer import submit
     from gpulayer.pytorch import Runtime, Trainer, launch
 
     for page, heading, described in (
-        ("launch", "launch", launch),
-        ("launch", "Runtime", Runtime),
-        ("trainer", "Trainer", Trainer),
+        ("pytorch/launch", "launch", launch),
+        ("pytorch/launch", "Runtime", Runtime),
+        ("pytorch/trainer", "Trainer", Trainer),
+        ("functions", "submit", submit),
     ):
         parameters = [
             name
             for name, parameter in inspect.signature(described).parameters.items()
             if parameter.kind is not parameter.VAR_KEYWORD
         ]
-        tables = section(f"docs/pytorch/{page}.md", heading).split("| argument | meaning |")
+        tables = section(f"docs/{page}.md", heading).split("| argument | meaning |")
         assert len(tables) == 2, heading
         rows = first_column(tables[1].split("\n\n")[0])
         assert [row[0] for row in rows] == parameters, heading
@@ -297,6 +300,14 @@ def test_reference_has_every_argument_of_a_callback(name: str) -> None:
     rows = first_column(tables[1].split("\n\n")[0])
     described = inspect.signature(getattr(gpulayer.pytorch, name))
     assert [row[0] for row in rows] == list(described.parameters)
+
+
+def test_reference_has_every_name_of_a_job() -> None:
+    from gpulayer import Job
+
+    rows = first_column(section("docs/functions.md", "Job").split("| name | what it is |")[1])
+    written = {re.split(r"\W", row[0])[0] for row in rows}
+    assert written == {"id"} | {name for name in dir(Job) if not name.startswith("_")}
 
 
 def test_reference_has_every_name_of_runtime() -> None:

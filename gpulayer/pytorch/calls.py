@@ -127,7 +127,7 @@ def _job(
         kind=JobKind.DISTRIBUTED,
         nodes=trainer.num_nodes,
         devices=trainer.devices,
-        accelerator=launching.accelerator_of(trainer.accelerator),
+        accelerator=trainer.accelerator,
         target=trainer.target,
         env=trainer._env,
         secrets=trainer._secrets,

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from gpulayer_mesh.errors import GpuLayerError
 
-from gpulayer.env import named_env, rank_env
+from gpulayer import env as environment
+from gpulayer.env import rank_env
 from gpulayer.pytorch import arguments, ending
 from gpulayer.pytorch.arguments import ArgumentError
 
@@ -100,10 +101,10 @@ def launch(
         kind=JobKind.COMMAND if single else JobKind.DISTRIBUTED,
         nodes=nodes,
         devices=devices,
-        accelerator=accelerator_of(accelerator),
+        accelerator=accelerator,
         target=arguments.target(target),
-        env=variables(env),
-        secrets=variables(secrets),
+        env=environment.variables(env),
+        secrets=environment.variables(secrets),
         stop_grace_s=stop_grace_s,
         detach=detach,
         dry_run=dry_run,
@@ -162,6 +163,8 @@ def run(choice: Choice, **fields: Any) -> JobOutcome:
 
     if choice.where is Where.LOCAL:
         fields["accelerator"] = _this_machines(choice)
+    else:
+        fields["accelerator"] = launcher.accelerator_of(fields.get("accelerator", "auto"))
     request = launcher.script_request(**fields)
     _say_once(
         "every rank runs this script from its top to this call; what follows runs here only"
@@ -207,32 +210,7 @@ def _say_once(text: str) -> None:
         Ui().note(text)
 
 
-def accelerator_of(name: str) -> Accelerator | None:
-    """Return the accelerator to ask the mesh for; None leaves it to the plan."""
-    from gpulayer_mesh.core.types import Accelerator
-
-    if name == "auto":
-        return None
-    if name == "gpu":
-        return Accelerator.CUDA
-    try:
-        return Accelerator(name)
-    except ValueError:
-        raise unknown_accelerator(name) from None
-
-
 def unknown_accelerator(name: object) -> ArgumentError:
     return ArgumentError(
         f"unknown accelerator {name!r}", hint="one of auto, cpu, gpu, cuda, rocm, mps"
     )
-
-
-def variables(given: Mapping[str, str] | Iterable[str] | None) -> dict[str, str]:
-    """Return environment variables given as a mapping or as names."""
-    if given is None:
-        return {}
-    if isinstance(given, Mapping):
-        return dict(given)
-    if isinstance(given, str):
-        raise ArgumentError(f"env={given!r}: give a list of names or a mapping")
-    return named_env(given)

@@ -24,7 +24,6 @@ from gpulayer.pytorch import (
     calls,
     checkpoints,
     data,
-    launching,
     precision,
     stages,
 )
@@ -147,8 +146,8 @@ class Trainer:
         self.num_nodes = arguments.at_least("num_nodes", num_nodes, 1)
         self.precision = _precision(precision, accelerator)
         self.target = arguments.target(target)
-        self._env = launching.variables(env)
-        self._secrets = launching.variables(secrets)
+        self._env = environment.variables(env)
+        self._secrets = environment.variables(secrets)
         self._stop_grace_s = stop_grace_s
         self.max_epochs = (
             None if max_epochs is None else arguments.at_least("max_epochs", max_epochs, -1)

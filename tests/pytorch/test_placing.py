@@ -210,8 +210,8 @@ def test_names_of_the_other_api_are_explained() -> None:
         Trainer(nodes=3)
     with pytest.raises(TypeError, match=r"'num_nodes' \(machines are nodes here\)"):
         launch(num_nodes=3)
-    with pytest.raises(ArgumentError, match="unknown accelerator 'tpu'"):
-        launching.accelerator_of("tpu")
+    with pytest.raises(ConfigError, match="unknown accelerator 'tpu'"):
+        launcher.accelerator_of("tpu")
 
 
 def test_several_validation_loaders_need_an_index() -> None:

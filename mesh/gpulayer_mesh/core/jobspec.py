@@ -29,6 +29,7 @@ RelPath = Annotated[str, Meta(max_length=1024)]
 class JobKind(StrEnum):
     COMMAND = "command"  # one process per slot, no rendezvous environment beyond ranks
     DISTRIBUTED = "distributed"  # n nodes x d processes with torchrun's environment
+    FUNCTION = "function"  # one call in each process; its result is among the files
 
 
 class JobState(StrEnum):

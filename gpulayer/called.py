@@ -1,0 +1,62 @@
+"""What runs in a rank of a function job: `python -m gpulayer.called MODULE:FUNCTION`.
+
+It reads the arguments that were shipped, calls the function, and leaves the result among the files
+that come home. Does not know where it was submitted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from gpulayer_mesh.errors import ConfigError
+
+from gpulayer import env, values
+
+ARGUMENTS = ".gpulayer-call/arguments"  # in the bundle
+RESULT = ".gpulayer-result/value"  # in the output directory of a rank
+
+
+def main(argv: list[str]) -> None:
+    """Call the function that the command line names.
+
+    Raises:
+        ConfigError: there is no such function, or its result cannot travel.
+    """
+    place = env.rank_env()
+    if len(argv) != 2 or place is None or place.output_dir is None:
+        raise ConfigError("this is run by jobs of gpulayer.submit() only")
+    args, kwargs = values.unpack((env.START_DIR / ARGUMENTS).read_bytes())
+    result = resolve(argv[1])(*args, **kwargs)
+    if inspect.isawaitable(result):
+        raise ConfigError(f"{argv[1]} is a coroutine function: call asyncio.run() in it")
+    data = values.pack(result, f"the result of {argv[1]}")
+    file = place.output_dir / RESULT
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_suffix(".tmp")
+    temporary.write_bytes(data)
+    temporary.replace(file)
+
+
+def resolve(reference: str) -> Callable[..., Any]:
+    """Return the function that "package.module:name" or "module:Class.method" refers to.
+
+    Raises:
+        ConfigError: it is not there. ImportError: the module's own, unless it is the missing one.
+    """
+    module, _, name = reference.partition(":")
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{reference!r}: {module} has no {name!r}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"{reference!r} is a {type(found).__name__}, which cannot be called")
+    return found  # type: ignore[no-any-return]
+
+
+if __name__ == "__main__":
+    main(sys.argv)

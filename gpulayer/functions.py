@@ -1,0 +1,328 @@
+"""`submit`: run a function of a module on other machines, and get back what it returns.
+
+The function travels as a reference, "package.module:name", with the folder that has the module in
+it; arguments and results are plain data and tensors (`values`). A submitted function is a job like
+any other: it runs on if this process ends, and any member machine can get its result with
+`attach`. Does not know how a job is placed, watched or fetched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from gpulayer_mesh.errors import ConfigError, GpuLayerError
+
+from gpulayer import called, values
+from gpulayer import env as environment
+
+if TYPE_CHECKING:
+    from gpulayer_mesh.core.jobspec import JobRecord
+
+T = TypeVar("T")
+
+
+class JobFailedError(GpuLayerError):
+    """A job failed or was stopped.
+
+    Args:
+        code: its exit code.
+    """
+
+    def __init__(self, message: str, code: int, *, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.code = code
+
+
+class Job:
+    """A job on the mesh, seen from here; `submit` and `attach` return one.
+
+    Attributes:
+        id: what the commands call it.
+    """
+
+    def __init__(self, record: JobRecord, root: Path) -> None:
+        self.id: str = record.spec.id
+        self._record = record
+        self._root = root
+        self._results: list[Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Job {self.id} {self._record.spec.name}>"
+
+    @property
+    def state(self) -> str:
+        """Its state now, as `gpulayer jobs` shows it; asks the mesh."""
+        self._record = _run(lambda: self._refreshed())
+        return self._record.state.value
+
+    def result(self, timeout_s: float | None = None, *, logs: bool = True) -> Any:
+        """Wait for the end and return what the function returned on rank 0.
+
+        Ctrl-C stops the job.
+
+        Args:
+            timeout_s: raise TimeoutError after this; the job goes on.
+            logs: print the job's lines meanwhile.
+
+        Raises:
+            JobFailedError: the function raised, or the job was stopped; with its last lines.
+        """
+        return self.results(timeout_s, logs=logs)[0]
+
+    def results(self, timeout_s: float | None = None, *, logs: bool = True) -> list[Any]:
+        """Return what the function returned on each rank; otherwise as `result`."""
+        if self._results is None:
+            try:
+                home = _run(lambda: self._home(timeout_s, logs))
+            except KeyboardInterrupt:
+                self.stop()
+                raise
+            self._results = [self._read(home, rank) for rank in range(self._ranks())]
+        return list(self._results)
+
+    def stop(self, *, kill: bool = False) -> None:
+        """Ask for the end of the job: its processes get their grace time, or with `kill` none."""
+
+        async def ask() -> None:
+            from gpulayer_mesh.client import MeshClient
+
+            async with await MeshClient.connect(environment.home()) as client:
+                await client.stop(self.id, grace_s=None, kill=kill)
+
+        _run(ask)
+
+    def _ranks(self) -> int:
+        return sum(slot.processes for slot in self._record.spec.slots)
+
+    async def _refreshed(self) -> JobRecord:
+        from gpulayer_mesh.client import MeshClient
+
+        async with await MeshClient.connect(environment.home()) as client:
+            return await client.record(self._record)
+
+    async def _home(self, timeout_s: float | None, logs: bool) -> Path:
+        """Wait for the end and bring the files home; returns the folder."""
+        from gpulayer_mesh.client import MeshClient
+        from gpulayer_mesh.core.jobspec import JobState
+
+        from gpulayer import jobs
+        from gpulayer.launcher import outcome_of
+        from gpulayer.ui import Ui
+
+        ui = Ui()
+        home = self._root / "gpulayer_jobs" / self.id
+        async with await MeshClient.connect(environment.home()) as client:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    waits = jobs.follow if logs else jobs.wait_end
+                    self._record = await waits(client, self._record, ui)
+            except TimeoutError:
+                raise TimeoutError(
+                    f"job {self.id} has not ended within {timeout_s:g} s; it goes on"
+                ) from None
+            if self._record.state is JobState.SUCCEEDED:
+                await jobs.collect(client, self._record, home, ui)
+                return home
+            try:
+                await jobs.collect(client, self._record, home, ui)
+            except GpuLayerError as error:
+                ui.note(error.message)
+        failure = self._record.failure
+        said = "".join(f"\n  {line}" for line in (failure.tail if failure else ()))
+        why = failure.reason if failure else self._record.cause
+        where = f"rank {failure.rank} on {failure.node}: " if failure and said else ""
+        raise JobFailedError(
+            f"job {self.id} ({self._record.spec.name}) {self._record.state.value}: "
+            f"{where}{why}{said}",
+            outcome_of(self._record, None).code,
+            hint=f"gpulayer logs {self.id}",
+        )
+
+    def _read(self, home: Path, rank: int) -> Any:
+        file = home / ("" if rank == 0 else f"rank{rank}") / called.RESULT
+        if not file.is_file():
+            raise JobFailedError(
+                f"job {self.id} ({self._record.spec.name}) is no function's, or its result did "
+                "not come home",
+                1,
+                hint=f"gpulayer get {self.id}",
+            )
+        return values.unpack(file.read_bytes())
+
+
+def submit(
+    function: str | Callable[..., Any],
+    /,
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    nodes: int = 1,
+    devices: int | str = 1,
+    accelerator: str = "auto",
+    target: str | Iterable[str] = "auto",
+    env: Mapping[str, str] | Iterable[str] | None = None,
+    secrets: Mapping[str, str] | Iterable[str] | None = None,
+    stop_grace_s: float = 30.0,
+    root: str | Path | None = None,
+) -> Job:
+    """Run `function(*args, **kwargs)` on machines of the mesh; returns once it has been started.
+
+    Where there is no room it waits for it, as every job does.
+
+    Args:
+        function: "package.module:name", or a function of such a module. The module is imported
+            there, so what stands at its top level runs, too: guard what should not with
+            `if __name__ == "__main__":`.
+        args: None, numbers, text, bytes, tensors, arrays, and lists, tuples, sets and dicts of
+            them; in all at most 100 MB.
+        nodes: machines; the function is called once on each, or `devices` times, with torchrun's
+            variables where it is several.
+        devices: processes per node; "auto" is every free GPU.
+        accelerator: "auto", "cpu", "gpu", "cuda", "rocm" or "mps".
+        target: "auto", "mesh", node names, "zone:NAME", "!NAME".
+        env, secrets: variables for the ranks; a list of names takes this process's values.
+        stop_grace_s: what the ranks get to end after a stop.
+        root: the folder that is shipped and imported from; default: the one of the script that
+            runs, or the working directory in a notebook or REPL.
+
+    Raises:
+        ConfigError: the function cannot be referred to, an argument cannot travel, or this is a
+            job already.
+        NoMeshError, DiscoveryError, PlacementError, NotAllowedError, BundleError, TransportError:
+            nothing was started.
+    """
+    folder = _root(root)
+    reference = function if isinstance(function, str) else _reference(function, folder)
+    _check(reference)
+    data = values.pack([list(args), dict(kwargs or {})], "the call")
+    with tempfile.TemporaryDirectory() as scratch:
+        file = Path(scratch) / "arguments"
+        file.write_bytes(data)
+        request = _request(
+            reference,
+            folder,
+            file,
+            nodes=nodes,
+            devices=devices,
+            accelerator=accelerator,
+            target=target,
+            env=env,
+            secrets=secrets,
+            stop_grace_s=stop_grace_s,
+        )
+        return Job(_run(lambda: _start(request)), folder)
+
+
+def attach(job: str) -> Job:
+    """Return the job of this id, or of the one that begins with it; from any member machine.
+
+    Raises:
+        GpuLayerError: there is none, or several.
+    """
+
+    async def find() -> JobRecord:
+        from gpulayer_mesh.client import MeshClient
+
+        async with await MeshClient.connect(environment.home()) as client:
+            return await client.find_job(job)
+
+    return Job(_run(find), Path.cwd())
+
+
+def _root(given: str | Path | None) -> Path:
+    """Return the folder that is shipped, and imported from."""
+    from gpulayer.launcher import running_root
+
+    if environment.rank_env() is not None:
+        raise ConfigError(
+            "submit() was called in a job",
+            hint='where a module is imported as well as run, guard it: if __name__ == "__main__":',
+        )
+    folder = Path(given) if given is not None else running_root() or environment.START_DIR
+    if not folder.is_dir():
+        raise ConfigError(f"root {str(folder)!r} is no folder")
+    return folder.resolve()
+
+
+def _reference(function: Callable[..., Any], root: Path) -> str:
+    """Return how another process finds a function."""
+    module = getattr(function, "__module__", None)
+    name = getattr(function, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or not name.isprintable():
+        raise ConfigError(
+            f"a {type(function).__name__} cannot be submitted", hint='name it: "module:function"'
+        )
+    if "<" in name:
+        raise ConfigError(
+            f"{name!r} cannot be imported: it is defined in a function, or is a lambda",
+            hint="define it at the top level of a module",
+        )
+    if module == "__main__":
+        file = getattr(sys.modules["__main__"], "__file__", None)
+        path = None if file is None else Path(file).resolve()
+        if path is None or path.parent != root or not path.stem.isidentifier():
+            raise ConfigError(
+                f"{name!r} is defined where it cannot be imported from: a notebook, REPL or script "
+                "outside of the folder that is shipped",
+                hint="put it into a module, e.g. work.py, and submit work.function",
+            )
+        module = path.stem
+    return f"{module}:{name}"
+
+
+def _check(reference: str) -> None:
+    module, colon, name = reference.partition(":")
+    parts = [*module.split("."), *name.split(".")]
+    file = module.endswith(".py")
+    if not colon or file or not all(part.isidentifier() for part in parts):
+        raise ConfigError(
+            f"{reference!r} names no function",
+            hint="name the module, not its file" if file else 'write "package.module:function"',
+        )
+
+
+def _request(reference: str, root: Path, arguments: Path, **asked: Any) -> Any:
+    from gpulayer_mesh.core.jobspec import JobKind
+
+    from gpulayer.launcher import JobRequest, accelerator_of
+
+    return JobRequest(
+        argv=("-m", "gpulayer.called", reference),
+        python=True,
+        kind=JobKind.FUNCTION,
+        name=reference,
+        root=root,
+        nodes=asked["nodes"],
+        devices=asked["devices"],
+        accelerator=accelerator_of(asked["accelerator"]),
+        target=asked["target"] if isinstance(asked["target"], str) else tuple(asked["target"]),
+        env=environment.variables(asked["env"]),
+        secrets=environment.variables(asked["secrets"]),
+        stop_grace_s=asked["stop_grace_s"],
+        extra_files={called.ARGUMENTS: arguments},
+    )
+
+
+async def _start(request: Any) -> JobRecord:
+    from gpulayer.launcher import start
+    from gpulayer.ui import Ui
+
+    ui = Ui()
+    record = await start(request, ui)
+    ui.note(f"job {record.spec.id} runs {record.spec.name}")
+    return record
+
+
+def _run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine to its end, in a thread where a loop runs here already, as in notebooks."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work())
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: asyncio.run(work())).result()

@@ -1,0 +1,138 @@
+"""How a function is referred to, and what a rank does with the reference."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpulayer_mesh.errors import ConfigError
+
+import gpulayer
+from gpulayer import called, functions, values
+
+
+@pytest.mark.parametrize(
+    "reference", ["work", "work:", ":f", "work:f()", "work.py:f", "a b:c", "work:f:g", "../x:f"]
+)
+def test_malformed_references_are_refused(reference: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="names no function"):
+        gpulayer.submit(reference, root=tmp_path)
+
+
+def test_functions_that_cannot_be_imported_are_refused(tmp_path: Path) -> None:
+    def inner() -> None: ...
+
+    for function in (inner, lambda: None):
+        with pytest.raises(ConfigError, match="cannot be imported"):
+            gpulayer.submit(function, root=tmp_path)
+    with pytest.raises(ConfigError, match="cannot be submitted"):
+        gpulayer.submit(object(), root=tmp_path)  # type: ignore[arg-type]
+
+
+def test_function_of_a_module_is_referred_to_by_name(tmp_path: Path) -> None:
+    assert functions._reference(values.pack, tmp_path) == "gpulayer.values:pack"
+    assert functions._reference(functions.Job.stop, tmp_path) == "gpulayer.functions:Job.stop"
+
+
+def test_function_of_the_running_script_is_referred_to_by_its_file(tmp_path: Path) -> None:
+    script = tmp_path / "work.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from gpulayer import functions\n"
+        "def double(x):\n    return 2 * x\n"
+        "print(functions._reference(double, Path(__file__).parent))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "work.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "work:double\n", done.stderr
+
+
+def test_cell_of_a_notebook_is_told_to_be_a_module(tmp_path: Path) -> None:
+    code = (
+        "import gpulayer\n"
+        "def double(x): return 2 * x\n"
+        "try: gpulayer.submit(double, 1)\n"
+        "except Exception as error: print(type(error).__name__, error, error.hint)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert "a notebook, REPL or script" in done.stdout, done.stderr
+    assert "put it into a module" in done.stdout
+
+
+def test_argument_that_cannot_travel_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the call\[0\]\[1\] is a builtins.object"):
+        gpulayer.submit("work:f", 1, object(), root=tmp_path)
+
+
+def test_folder_and_variables_are_checked_first(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no folder"):
+        gpulayer.submit("work:f", root=tmp_path / "absent")
+    with pytest.raises(ConfigError, match="give a list of names"):
+        gpulayer.submit("work:f", root=tmp_path, env="HOME")
+    with pytest.raises(ConfigError, match="unknown accelerator"):
+        gpulayer.submit("work:f", root=tmp_path, accelerator="tpu")
+    with pytest.raises(ConfigError, match="nodes must be at least 1"):
+        gpulayer.submit("work:f", root=tmp_path, nodes=0)
+
+
+def run_called(
+    folder: Path, body: str, reference: str, *args: Any, **kwargs: Any
+) -> subprocess.CompletedProcess[str]:
+    """Do what a node does with a function job, in `folder`."""
+    (folder / "work.py").write_text(body)
+    arguments = folder / called.ARGUMENTS
+    arguments.parent.mkdir()
+    arguments.write_bytes(values.pack([list(args), kwargs], "the call"))
+    return subprocess.run(
+        [sys.executable, "-m", "gpulayer.called", reference],
+        cwd=folder,
+        env={"PATH": "/bin", "GPULAYER_JOB": "x", "GPULAYER_OUT": str(folder / "out")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_rank_calls_the_function_and_leaves_its_result(tmp_path: Path) -> None:
+    body = (
+        "import sys\n"
+        "assert 'torch' not in sys.modules\n"
+        "class Tools:\n"
+        "    @staticmethod\n"
+        "    def add(a, b, *, scale=1):\n"
+        "        print('adding')\n"
+        "        return {'sum': (a + b) * scale, 'pair': (a, b)}\n"
+    )
+    done = run_called(tmp_path, body, "work:Tools.add", 1, 2, scale=10)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "adding\n"
+    found = values.unpack((tmp_path / "out" / called.RESULT).read_bytes())
+    assert found == {"sum": 30, "pair": (1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ("def f(): raise KeyError('lost')", "KeyError: 'lost'"),
+        ("def g(): pass", "work has no 'f'"),
+        ("f = 3", "is a int, which cannot be called"),
+        ("def f(): return object()", "the result of work:f is a builtins.object"),
+        ("async def f(): pass", "is a coroutine function"),
+        ("import gpulayer\ndef f(): gpulayer.submit('work:f')", "submit() was called in a job"),
+    ],
+)
+def test_rank_fails_with_the_reason(body: str, text: str, tmp_path: Path) -> None:
+    done = run_called(tmp_path, body, "work:f")
+    assert done.returncode == 1
+    assert text in done.stderr
+
+
+def test_importing_what_submits_does_not_import_torch() -> None:
+    code = "import sys, gpulayer; gpulayer.submit; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
