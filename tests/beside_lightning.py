@@ -95,6 +95,9 @@ def module_on(base: Any, plan: Plan, trace: list[Any]) -> Any:
             self.log("every", batch[0].mean(), on_step=True, on_epoch=False)
             return (self.w * batch[0].mean() + self.b).sum()
 
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.at("on_before_optimizer_step", [bits(p.grad) for p in self.parameters()])
+
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             self.at("on_train_batch_start")
 
@@ -153,6 +156,20 @@ def their_trainer(folder: Path, *, logger: bool = True) -> Callable[..., Any]:
         )
 
     return make
+
+
+def bits(value: Any) -> Any:
+    """Return a tensor's floats as text that differs if any bit does; None stays None."""
+    return None if value is None else [one.hex() for one in value.detach().flatten().tolist()]
+
+
+def kind(error: BaseException | None) -> str | None:
+    """Return the built-in type that a user would catch; Lightning's own error is a ValueError."""
+    if error is None:
+        return None
+    if type(error).__name__ == "MisconfigurationException":
+        return "ValueError"
+    return next(one.__name__ for one in type(error).__mro__ if one.__module__ == "builtins")
 
 
 def rounded(value: Any) -> Any:
@@ -214,12 +231,12 @@ def both(
                 trained.fit(model)
         except Exception as error:
             found["error"] = error
-        else:
+        found |= {"weights": [bits(one) for one in model.parameters()]}
+        if found["error"] is None:
             found |= {
                 "callback": read(watched),
                 "rows": rows_in(folder / name),
                 "counters": (trained.global_step, trained.current_epoch, trained.should_stop),
-                "weights": [rounded(one) for one in model.parameters()],
                 **{
                     kind: {k: rounded(v) for k, v in getattr(trained, kind).items()}
                     for kind in ("callback_metrics", "logged_metrics")
@@ -231,8 +248,8 @@ def both(
 
 def same(theirs: dict[str, Any], ours: dict[str, Any], *described: Any) -> None:
     """Compare two outcomes, the shortest explanation first."""
-    failed = [outcome["error"] is not None for outcome in (theirs, ours)]
-    assert failed[0] == failed[1], (described, theirs["error"], ours["error"])
+    kinds = [kind(outcome["error"]) for outcome in (theirs, ours)]
+    assert kinds[0] == kinds[1], (described, theirs["error"], ours["error"])
     for i, (one, other) in enumerate(zip(ours["trace"], theirs["trace"], strict=False)):
         assert one == other, (i, described, ours["trace"][max(0, i - 3) : i])
     for key in set(theirs) - {"error"}:

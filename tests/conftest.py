@@ -1,6 +1,7 @@
 """Fixtures for all tests: one seed, no network unless marked, a home of its own, test LANs.
 
 `GPULAYER_TEST_SEED=N` repeats a run's randomness; every failure prints the number.
+`--configurations N` draws N times as many random configurations where a test is marked for it.
 `GPULAYER_REQUIRE_LAN=1` (set in CI) turns the skip of LAN tests into a failure.
 """
 
@@ -24,6 +25,24 @@ LOG_TAIL_LINES = 40  # of each program on a LAN, shown when its test fails
 
 MakeLan = Callable[..., Lan]
 _open_lans: list[Lan] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--configurations",
+        type=int,
+        default=1,
+        metavar="N",
+        help="draw N times as many random configurations to compare with Lightning",
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Number the configurations of a test: the first of a longer run are those of a short one."""
+    for mark in metafunc.definition.iter_markers("configurations"):
+        (count,) = mark.args
+        numbers = range(count * metafunc.config.getoption("configurations"))
+        metafunc.parametrize("number", numbers)
 
 
 def pytest_report_header() -> str:

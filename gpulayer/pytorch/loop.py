@@ -502,7 +502,7 @@ class FitLoop:
             self._metrics.hook = "optimizer_step"
             step(trainer.current_epoch, batch_idx, self.optimizer, self._stepping_closure)
             if not self._ran:
-                raise RuntimeError(
+                raise ArgumentError(
                     "optimizer_step did not call its closure, which runs training_step and backward"
                 )
         trainer._global_step += 1
@@ -756,7 +756,7 @@ class FitLoop:
                         f"not been logged; known: {sorted(self.trainer.callback_metrics)}"
                     )
                     if config.strict:
-                        raise RuntimeError(text)
+                        raise ArgumentError(text)
                     warnings.warn(text, stacklevel=2)
                     continue
             self._metrics.hook = "lr_scheduler_step"

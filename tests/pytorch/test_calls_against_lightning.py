@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from beside_lightning import rows_in, their_trainer
+from beside_lightning import bits, kind, rows_in, their_trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from gpulayer.pytorch import Callback, Module, Trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-CASES = 80
 
 PLAIN = (
     "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start",
@@ -166,14 +165,14 @@ def module_on(base: Any, callback: Any, case: Case, trace: list[Any]) -> Any:
 
     def hook(what: str) -> Any:
         def run(self: Any, *args: Any) -> None:
-            self.at(what, *args)
+            self.at(what, *args, bits(self.w.grad) if what == "on_before_optimizer_step" else None)
             if what in ("on_validation_epoch_end", "on_test_epoch_end", "on_train_epoch_end"):
                 self.log(what, 7.0)
 
         return run
 
-    for kind in ("validation", "test"):
-        setattr(Net, f"{kind}_step", step(kind))
+    for what in ("validation", "test"):
+        setattr(Net, f"{what}_step", step(what))
     if case.defined:
         Net.predict_step = step("predict")
     for what in OF_MODULES:
@@ -201,18 +200,18 @@ def outcome(make: Any, base: Any, callback: Any, case: Case, folder: Path) -> di
         try:
             returned.append(plain(getattr(trainer, call)(model, **options)))
         except Exception as error:
-            returned.append(("raised", str(error)))
+            returned.append(("raised", kind(error), str(error)))
         seen.append(
             [
                 plain(dict(getattr(trainer, name)))
                 for name in ("callback_metrics", "logged_metrics", "progress_bar_metrics")
             ]
         )
-        seen.append((trainer.global_step, trainer.current_epoch, model.training))
+        seen.append((trainer.global_step, trainer.current_epoch, model.training, bits(model.w)))
     return {"returned": returned, "trace": trace, "seen": seen, "rows": rows_in(folder)}
 
 
-@pytest.mark.parametrize("number", range(CASES))
+@pytest.mark.configurations(80)
 def test_calls_in_a_row_are_the_same(
     number: int, seed: int, lightning: Any, tmp_path: Path
 ) -> None:

@@ -20,7 +20,6 @@ from gpulayer.pytorch.arguments import ArgumentError
 from gpulayer.pytorch.early_stopping import EarlyStoppingReason
 
 torch.set_num_threads(1)
-CASES = 60
 NAN, INF = math.nan, math.inf
 
 
@@ -232,7 +231,7 @@ def test_unknown_mode_is_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("number", range(CASES))
+@pytest.mark.configurations(60)
 def test_same_as_lightning(number: int, seed: int, tmp_path: Path) -> None:
     rng = random.Random(f"{seed}/stopping/{number}")
     pick = rng.choice

@@ -195,7 +195,7 @@ def test_optimizer_step_that_forgets_its_closure_raises() -> None:
         ) -> None:
             optimizer.step()
 
-    with pytest.raises(RuntimeError, match="closure"):
+    with pytest.raises(ArgumentError, match="closure"):
         trainer().fit(Model(), loader(1))
 
 
@@ -457,7 +457,7 @@ def test_plateau_without_its_metric_raises_or_warns() -> None:
             "lr_scheduler": {"scheduler": plateau(o), "monitor": "mean", "strict": strict},
         }
 
-    with pytest.raises(RuntimeError, match="'mean', which has not been logged"):
+    with pytest.raises(ArgumentError, match="'mean', which has not been logged"):
         trainer(max_epochs=2, check_val_every_n_epoch=2).fit(
             Scheduled(form(True)), loader(1), loader(1)
         )

@@ -22,7 +22,6 @@ from gpulayer.pytorch.lr_monitor import names
 from gpulayer.pytorch.optimizers import SchedulerConfig
 
 torch.set_num_threads(1)
-CASES = 40
 
 
 def parameter() -> Tensor:
@@ -242,7 +241,7 @@ def optimizers(rng: random.Random) -> Callable[[Any], Any]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("number", range(CASES))
+@pytest.mark.configurations(40)
 def test_same_as_lightning(number: int, seed: int, tmp_path: Path) -> None:
     rng = random.Random(f"{seed}/rates/{number}")
     pick = rng.choice

@@ -20,7 +20,6 @@ from gpulayer.pytorch.arguments import ArgumentError
 
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:there is no validation loader")
-CASES = 30
 FORMS = ["00:00:00:05", " 0:00:00:05 ", timedelta(seconds=5), {"seconds": 5}]
 WRONG = ["00:00:01", "1:0:0:1", "00:00:00:1.5", "00:00:00:5", "5", "", 5]
 
@@ -237,7 +236,7 @@ def test_trial_run_validates_at_its_end(clock: Clock) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("number", range(CASES))
+@pytest.mark.configurations(30)
 def test_same_as_lightning(number: int, seed: int, both_clocks: Clock, tmp_path: Path) -> None:
     rng = random.Random(f"{seed}/timer/{number}")
     pick = rng.choice
