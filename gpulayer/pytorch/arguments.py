@@ -148,7 +148,7 @@ REFUSED = {
     "profiler": "use torch.profiler around fit",
     "reload_dataloaders_every_n_epochs": "loaders are built once per fit",
     "sync_batchnorm": "call torch.nn.SyncBatchNorm.convert_sync_batchnorm yourself",
-    "enable_autolog_hparams": "hyperparameters are not logged",
+    "enable_autolog_hparams": "save_hyperparameters(logger=False) leaves a module's out of the log",
     "model_registry": "there is no registry; pass paths",
 }
 

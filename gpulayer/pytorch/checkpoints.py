@@ -2,10 +2,10 @@
 
 A file is one dictionary with Lightning's keys: `epoch`, `global_step`, `state_dict`, `loops` (our
 counters and the place in the loop), `callbacks`, `optimizer_states`, `lr_schedulers`, `scaler`
-under 16-mixed, and what hooks add; `gpulayer_version` says who wrote it, and `ranks` holds what
-differs between them (`resume`). Rank 0 writes it, beside its final name first, and reads it back
-before it gets that name. Files are read without running code from them (`weights_only`). Does not
-know when one is written (`model_checkpoint`).
+under 16-mixed, `hyper_parameters`, and what hooks add; `gpulayer_version` says who wrote it, and
+`ranks` holds what differs between them (`resume`). Rank 0 writes it, beside its final name first,
+and reads it back before it gets that name. Files are read without running code from them
+(`weights_only`). Does not know when one is written (`model_checkpoint`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpulayer import __version__
-from gpulayer.pytorch import resume
+from gpulayer.pytorch import hyperparameters, resume
 from gpulayer.pytorch.arguments import ArgumentError
 from gpulayer.pytorch.resume import Place, Position, Resume
 
@@ -74,6 +74,7 @@ def _dump(trainer: Trainer, module: Module, weights_only: bool) -> Checkpoint:
         "state_dict": strategy.state_dict() if strategy else module.state_dict(),
         "loops": {"fit_loop": {**counters, "position": position}},
     }
+    hyperparameters.dump(module, checkpoint)
     if weights_only:
         module.on_save_checkpoint(checkpoint)
         return checkpoint

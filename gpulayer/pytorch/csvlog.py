@@ -1,4 +1,4 @@
-"""metrics.csv: one row per logging call, columns sorted, buffered.
+"""metrics.csv: one row per logging call, columns sorted, buffered; hparams.yaml beside it.
 
 Values stay tensors until the buffer is written, so a logging step does not wait for the device.
 Written at the end of each validation and epoch, and while training when the last write is
@@ -12,8 +12,11 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
+
+from gpulayer.pytorch import hyperparameters
 
 FLUSH_S = 5.0  # what a killed run may lose; lower costs a device sync and a write more often
 BUFFER_ROWS = 1000  # a few hundred kilobytes of small tensors
@@ -27,6 +30,7 @@ class MetricsFile:
         self._dir: Path | None = None
         self._columns: list[str] = []
         self._rows: list[dict[str, Tensor | float]] = []
+        self._hyperparameters: dict[str, Any] = {}
         self._written = time.monotonic()
 
     @property
@@ -54,6 +58,14 @@ class MetricsFile:
         self._rows.append({**values, "step": step})
         if len(self._rows) >= BUFFER_ROWS or time.monotonic() - self._written > FLUSH_S:
             self.flush()
+
+    def write_hyperparameters(self, values: Mapping[str, Any]) -> None:
+        """Write hparams.yaml; several modules of one Trainer share the file."""
+        self._hyperparameters.update(values)
+        path = self.directory / hyperparameters.FILE
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(hyperparameters.yaml(self._hyperparameters), encoding="utf-8")
+        os.replace(temporary, path)
 
     def flush(self) -> None:
         """Write what is waiting; waits for the device."""

@@ -6,16 +6,20 @@ and calls only those. Knows neither devices nor ranks.
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from gpulayer.pytorch import hyperparameters
 from gpulayer.pytorch.arguments import ArgumentError
+from gpulayer.pytorch.hyperparameters import AttributeDict
 
 if TYPE_CHECKING:
     from gpulayer.pytorch.data import Loaders
@@ -27,6 +31,11 @@ class Module(nn.Module):
     """A model that says how it is trained."""
 
     automatic_optimization = True
+    # Of the class, so that hyperparameters may be saved before `super().__init__()`.
+    _hparams: AttributeDict | None = None
+    _hparams_initial: AttributeDict | None = None
+    _hparams_name: str | None = None  # the argument of __init__ that holds all of them
+    _logs_hparams = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -75,26 +84,75 @@ class Module(nn.Module):
         cls,
         checkpoint_path: str | Path,
         map_location: Any = None,
-        strict: bool = True,
+        hparams_file: None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
         **init_arguments: Any,
     ) -> Self:
-        """Make a module and give it the weights of a checkpoint.
+        """Make a module as it was made before, and give it the weights of a checkpoint.
 
         Args:
             map_location: where tensors go, as for `torch.load`; default: to the device they were
                 on, if it is here, else to the CPU.
-            strict: the weights must be exactly the module's.
-            init_arguments: what the module is made with.
+            hparams_file: not taken; give what it holds by name.
+            strict: the weights must be exactly the module's; default true.
+            weights_only: always true: files are read without running code from them.
+            init_arguments: override hyperparameters of the checkpoint, and add to them.
         """
         from gpulayer.pytorch import checkpoints
 
+        if hparams_file is not None:
+            raise ArgumentError(
+                "hyperparameters are in the checkpoint; hparams_file is not read",
+                hint="give others by name: load_from_checkpoint(PATH, width=3)",
+            )
+        if weights_only is False:
+            raise ArgumentError("checkpoints are never read with weights_only=False")
+        strict = True if strict is None else strict
         checkpoint = checkpoints.load(checkpoint_path, map_location or checkpoints.where_it_was)
-        module = cls(**init_arguments)
+        module = cls(**hyperparameters.init_arguments(cls, checkpoint, init_arguments))
         module.configure_model()
         module.on_load_checkpoint(checkpoint)
         module.load_state_dict(checkpoint["state_dict"], strict=strict)
         first = next(iter(checkpoint["state_dict"].values()), None)
         return module.to(first.device) if isinstance(first, Tensor) else module
+
+    # -- hyperparameters ---------------------------------------------------------------------
+
+    def save_hyperparameters(
+        self,
+        *args: Any,
+        ignore: Iterable[str] | str | None = None,
+        frame: FrameType | None = None,
+        logger: bool = True,
+    ) -> None:
+        """Keep arguments of `__init__` in `hparams`, in checkpoints and in hparams.yaml.
+
+        Called in `__init__`; a further call adds to the ones before.
+
+        Args:
+            args: names of arguments, or one dict or Namespace; default: all arguments, also those
+                of subclasses.
+            ignore: names to leave out.
+            frame: the frame of `__init__`, if this is called from elsewhere.
+            logger: write hparams.yaml.
+        """
+        frame = frame or inspect.currentframe()
+        assert frame is not None
+        self._logs_hparams = logger
+        hyperparameters.save(self, args, ignore, frame)
+
+    @property
+    def hparams(self) -> AttributeDict:
+        """The hyperparameters; changes are saved in checkpoints from then on."""
+        if self._hparams is None:
+            self._hparams = AttributeDict()
+        return self._hparams
+
+    @property
+    def hparams_initial(self) -> AttributeDict:
+        """A copy of the hyperparameters as they were saved."""
+        return hyperparameters.copied(self._hparams_initial or {})
 
     # -- logging -----------------------------------------------------------------------------
 

@@ -88,6 +88,7 @@ def fit(
             checkpoint = _load(trainer, model, ckpt_path, checkpoints.load_for_fit)
             evaluation, strategy = _prepare(trainer, model, val)
             _call(trainer, "on_fit_start")
+            _log_hyperparameters(trainer, model)
             resume = None
             if checkpoint is not None:
                 resume = checkpoints.restore_training(trainer, checkpoint)
@@ -130,6 +131,7 @@ def evaluate(
         source = _source(model, f"{prefix}_dataloader", loaders)
         _load(trainer, model, ckpt_path, checkpoints.load)
         _to_device(trainer, model)
+        _log_hyperparameters(trainer, model)
         try:
             found = Evaluation(trainer, model, stage, source).run()
         finally:
@@ -156,6 +158,7 @@ def predict(
         source = _source(model, "predict_dataloader", loaders)
         _load(trainer, model, ckpt_path, checkpoints.load)
         _to_device(trainer, model)
+        _log_hyperparameters(trainer, model)
         found = Prediction(trainer, model, source(), keep=keep, whole_batches=whole_batches).run()
         model.cpu()
     return found
@@ -232,6 +235,13 @@ def _to_device(trainer: Trainer, model: Module) -> None:
     runtime = trainer.runtime
     model.to(runtime.device)
     runtime.equalise(model)
+
+
+def _log_hyperparameters(trainer: Trainer, model: Module) -> None:
+    """Write hparams.yaml on the rank that logs, if the module saved hyperparameters for it."""
+    found = model.hparams_initial
+    if trainer._file is not None and found and model._logs_hparams:
+        trainer._file.write_hyperparameters(found)
 
 
 # -- fit ------------------------------------------------------------------------------------------
