@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -136,3 +138,78 @@ def test_checkpoint_is_whole_and_training_goes_on_from_it(tmp_path: Path) -> Non
     assert told["resumed"] == told["whole"]
     for name, value in told["whole"].items():
         assert close(told["replicated"][name], value), name
+
+
+CLIPPED = (
+    BODY.split('STRATEGY = "')[0]
+    + """
+class Clipped(Model):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)  # Adam would hide what was clipped
+
+def fitted(strategy, **arguments):
+    seed_everything(3)
+    model = Clipped()
+    used = trainer(strategy=strategy, accumulate_grad_batches=2, max_epochs=2,
+                   enable_checkpointing=False, **arguments)
+    used.fit(model, DataLoader(samples(48), 6, shuffle=True))
+    return {name: value.tolist() for name, value in model.state_dict().items()}
+
+found = {}
+for name, arguments in {"value": dict(gradient_clip_val=0.01, gradient_clip_algorithm="value"),
+                        "norm": dict(gradient_clip_val=0.01), "free": {}}.items():
+    found[name] = [fitted(strategy, **arguments) for strategy in ("fsdp", "ddp")]
+tell(**found)
+"""
+)
+
+
+@pytest.mark.network
+@pytest.mark.slow
+def test_gradients_are_clipped_by_value_and_by_norm_as_under_ddp(tmp_path: Path) -> None:
+    told = Ranks(tmp_path / "two", CLIPPED, 2).check().told()
+    for kind in ("value", "norm", "free"):
+        sharded, ddp = told[kind]
+        for name, value in ddp.items():
+            assert close(sharded[name], value), (kind, name)
+    weights = [told[kind][0]["first.weight"] for kind in ("value", "norm", "free")]
+    assert not any(close(one, other) for one, other in pairwise(weights))
+
+
+KEPT = """
+from gpulayer.pytorch import ModelCheckpoint
+
+class Made(Net):
+    def __init__(self, width, kind="a"):
+        super().__init__()
+        self.save_hyperparameters()
+        self.extra = torch.nn.Linear(4, width)
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) + self.extra(batch[0]).sum() * 0
+
+model = Made(3, kind="b")
+kept = ModelCheckpoint()
+used = trainer(callbacks=kept, **ARGUMENTS)
+used.fit(model, DataLoader(samples(8), 2))
+again = Made.load_from_checkpoint(kept.best_model_path)
+tell(hparams=model.hparams, again=again.hparams, kind=type(again.extra.weight).__name__,
+     text="" if used.log_dir is None else (used.log_dir / "hparams.yaml").read_text())
+"""
+
+
+@pytest.mark.network
+@pytest.mark.slow
+def test_hyperparameters_are_kept_by_ranks_and_come_home(tmp_path: Path) -> None:
+    sharded = KEPT.replace("ARGUMENTS", '{"strategy": "fsdp"}')
+    elsewhere = "if __name__ == '__main__':\n" + textwrap.indent(
+        KEPT.replace("ARGUMENTS", '{"devices": 2, "default_root_dir": None}'), "    "
+    )
+    for name, body, ranks in (("sharded", sharded, 2), ("elsewhere", elsewhere, 1)):
+        done = Ranks(tmp_path / name, body, ranks).check()
+        made = {"width": 3, "kind": "b"}
+        assert done.told() == {
+            "hparams": made, "again": made, "kind": "Parameter",
+            "text": 'kind: "b"\nwidth: 3\n',
+        }  # fmt: skip
+        assert len([*done.path.rglob("hparams.yaml")]) == 1
