@@ -124,6 +124,23 @@ def test_save_after_steps_takes_the_metric_of_a_validation_at_the_same_batch(
     assert saved(checkpoint) == ["step=14-score=1.0.ckpt", "step=7-score=3.0.ckpt"]
 
 
+def test_save_after_steps_waits_for_the_first_validation_too(tmp_path: Path) -> None:
+    left: list[int] = []
+
+    class Looks(Scored):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            left.append(len(self.scores))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("train", 1.0)
+            return super().training_step(batch, batch_idx)
+
+    checkpoint = ModelCheckpoint(tmp_path, monitor="train", every_n_train_steps=7, save_top_k=-1)
+    made = trainer(callbacks=checkpoint, max_epochs=4, check_val_every_n_epoch=2)
+    made.fit(Looks([1.0, 2.0]), loader(7), loader(2))
+    assert left == [2, 1, 1, 0]  # Lightning saves at step 14 before it has validated
+
+
 def test_save_after_a_time(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path / "zero", train_time_interval=timedelta(), save_top_k=-1)
     fit(checkpoint, [1.0])
@@ -324,6 +341,9 @@ class Case:
         }
         if self.monitor is not None and trigger == "steps":  # deliberately different for others
             self.monitor = self.checkpoint["monitor"] = "train"
+            if self.trainer["check_val_every_n_epoch"] == 2:
+                # Lightning overlooks its first validation if nothing has made the loader before
+                self.trainer["num_sanity_val_steps"] = 2
         if self.trainer["fast_dev_run"]:  # Lightning writes last.ckpt there
             self.checkpoint["save_last"] = None
 
