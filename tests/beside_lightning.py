@@ -143,7 +143,9 @@ def module_on(base: Any, plan: Plan, trace: list[Any]) -> Any:
     return Net()
 
 
-def their_trainer(folder: Path, *, logger: bool = True) -> Callable[..., Any]:
+def their_trainer(
+    folder: Path, *, logger: bool = True, checkpoints: bool = False
+) -> Callable[..., Any]:
     """Return what makes Lightning's trainer with our defaults, writing metrics.csv to `folder`."""
     pl = oracle()
 
@@ -152,7 +154,7 @@ def their_trainer(folder: Path, *, logger: bool = True) -> Callable[..., Any]:
 
         found = CSVLogger(str(folder), name="", version="version_0") if logger else False
         return pl.Trainer(
-            logger=found, enable_checkpointing=False, enable_model_summary=False, **given
+            logger=found, enable_checkpointing=checkpoints, enable_model_summary=False, **given
         )
 
     return make

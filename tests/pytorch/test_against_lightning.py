@@ -207,6 +207,7 @@ def outcome(make_trainer: Any, base: Any, case: Case, folder: Path) -> dict[str,
         "error": failed,
         "trace": trace,
         "rows": rows_in(folder),
+        "files": sorted(path.name for path in folder.rglob("*.ckpt")),
         "counters": (trained.global_step, trained.current_epoch, trained.num_training_batches),
         "weight": bits(model.w),
         **{
@@ -224,7 +225,7 @@ def test_same_module_behaves_the_same(
     if case.stream and case.arguments["limit_train_batches"] in (1, 2):
         assert case.samples > 2  # else the one deliberate difference would show, see Case
 
-    theirs = their_trainer(tmp_path / "theirs")
+    theirs = their_trainer(tmp_path / "theirs", checkpoints=True)
 
     expected = outcome(theirs, lightning.LightningModule, case, tmp_path / "theirs")
     found = outcome(Trainer, Module, case, tmp_path / "ours")
