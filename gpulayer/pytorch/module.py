@@ -336,7 +336,10 @@ class Module(nn.Module):
                 "cannot be clipped under 16-mixed",
                 hint="build the optimizer with fused=False",
             )
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        groups = optimizer.param_groups
+        parameters = [p for group in groups for p in group["params"] if p.grad is not None]
+        if not parameters:  # training_step returned None; torch 2.13 cannot clip no value at all
+            return
         if (gradient_clip_algorithm or "norm") == "norm":
             torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val)
         else:

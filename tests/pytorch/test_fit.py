@@ -383,6 +383,20 @@ def test_clipping_happens_after_the_last_hook(algorithm: str, expected: float) -
     assert model.weight.item() == pytest.approx(-(1.0 + expected))
 
 
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_step_without_a_gradient_is_not_clipped(algorithm: str) -> None:
+    class Model(OneWeight):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            pass
+
+    used = trainer(gradient_clip_val=1.0, gradient_clip_algorithm=algorithm)
+    used.fit(Model(), loader(2))
+    assert used.global_step == 2
+
+
 # -- optimizers and schedulers (1.11) ------------------------------------------------------------
 
 
