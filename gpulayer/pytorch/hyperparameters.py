@@ -42,7 +42,8 @@ class AttributeDict(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"there is no {name!r}; known: {', '.join(self)}") from None
+            known = ", ".join(map(str, self))
+            raise AttributeError(f"there is no {name!r}; known: {known}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value

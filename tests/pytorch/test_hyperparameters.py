@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import random
 import warnings
 from argparse import Namespace
@@ -68,7 +69,10 @@ def test_arguments_are_attributes_and_keys() -> None:
     assert model.hparams_initial.width == 3
     with pytest.raises(AttributeError, match="no 'kind'; known: width"):
         model.hparams.kind  # noqa: B018
-    assert copy.deepcopy(model).hparams == model.hparams
+    model.hparams[1] = 2  # type: ignore[index]
+    assert (
+        copy.deepcopy(model).hparams == pickle.loads(pickle.dumps(model.hparams)) == model.hparams
+    )
     assert Module().hparams == Module().hparams_initial == {}
 
 
