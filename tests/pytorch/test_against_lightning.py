@@ -227,7 +227,7 @@ def outcome(make_trainer: Any, base: Any, case: Case, folder: Path) -> dict[str,
         "error": failed,
         "trace": trace,
         "rows": rows_in(folder),
-        "files": sorted(path.name for path in folder.rglob("*.ckpt")),
+        "files": sorted({path.name for path in folder.rglob("*.ckpt")} - {"final.ckpt"}),  # ours
         "counters": (trained.global_step, trained.current_epoch, trained.num_training_batches),
         "weights": [bits(one) for one in model.parameters()],
         **{

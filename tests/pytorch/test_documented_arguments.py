@@ -260,7 +260,9 @@ def test_checkpoint_of_weights_only_is_written_on_request(tmp_path: Path) -> Non
 def test_checkpoints_are_written_in_the_epochs_asked_for(
     arguments: dict[str, Any], steps: list[int], tmp_path: Path
 ) -> None:
-    kept = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **arguments)
+    kept = ModelCheckpoint(
+        tmp_path, filename="{step}", save_top_k=-1, save_final=False, **arguments
+    )
     interval = 2 if "save_on_train_epoch_end" in arguments else 1.0
     used = trainer(callbacks=kept, max_epochs=4, val_check_interval=interval)
     used.fit(Validated(), loader(3), loader(1))
@@ -309,6 +311,7 @@ TESTS = {
         "enable_checkpointing": f"{HERE}::test_logger_and_root_directory_decide_what_is_written",
         "enable_progress_bar": f"{HERE}::test_progress_is_printed_unless_switched_off",
         "default_root_dir": f"{HERE}::test_working_directory_is_the_default_root_dir",
+        "prefetch": "test_prefetch.py::test_fit_is_the_one_in_step",
         "deterministic": "test_backends.py::test_deterministic_algorithms",
         "benchmark": "test_backends.py::test_autotuning_is_on_where_it_is_worth_while",
         "inference_mode": f"{HERE}::test_inference_mode_holds_outside_fit",
@@ -361,6 +364,7 @@ TESTS = {
         "train_time_interval": "test_model_checkpoint.py::test_save_after_a_time",
         "every_n_epochs": f"{HERE}::test_checkpoints_are_written_in_the_epochs_asked_for",
         "save_on_train_epoch_end": f"{HERE}::test_checkpoints_are_written_in_the_epochs_asked_for",
+        "save_final": "test_stopping.py::test_callback_says_whether",
         "enable_version_counter": "test_model_checkpoint.py::"
         "test_fixed_name_gets_a_version_where_it_would_hide_another",
     },
