@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import re
 from functools import cache
 from pathlib import Path
@@ -22,7 +23,7 @@ from ranks import Ranks
 import gpulayer.pytorch
 from gpulayer import launcher
 from gpulayer.launcher import JobOutcome
-from gpulayer.pytorch import Callback, EarlyStopping, ModelCheckpoint, Timer, Trainer
+from gpulayer.pytorch import Callback, EarlyStopping, ModelCheckpoint, Timer, Trainer, results
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,6 +59,8 @@ def test_machines_are_asked_for_with_what_was_given(monkeypatch: pytest.MonkeyPa
         requests.append(request)
         return JobOutcome("job", 7, None)
 
+    monkeypatch.setattr(results, "_indices", itertools.count())  # as in a fresh process
+    monkeypatch.setattr(results, "_made", {})
     monkeypatch.setattr(launcher, "script_request", lambda **fields: fields)
     monkeypatch.setattr(launcher, "run_job", run_job)
     monkeypatch.setenv("TOKEN", "t0ken")
