@@ -102,6 +102,14 @@ def val_interval(
     )
 
 
+def accelerator(name: Any) -> str:
+    """Return the name of a kind of device; which are here is not known yet."""
+    known = ("auto", "cpu", "gpu", "cuda", "rocm", "mps")
+    if name in known:
+        return str(name)
+    raise ArgumentError(f"unknown accelerator {name!r}", hint=f"one of {', '.join(known)}")
+
+
 def devices(value: Any) -> int | str:
     """Return "auto" or the number of devices per node."""
     if value in ("auto", -1, "-1"):

@@ -20,6 +20,13 @@ def check_deterministic(value: object) -> Deterministic:
     raise ArgumentError(f'deterministic is True, False, "warn" or None, not {value!r}')
 
 
+def check_benchmark(value: object) -> bool | None:
+    """Return `value` if it is one that `benchmark` can have."""
+    if value is None or isinstance(value, bool):
+        return value
+    raise ArgumentError(f"benchmark is True, False or None, not {value!r}")
+
+
 def set_deterministic(value: Deterministic) -> None:
     """Choose deterministic algorithms, "warn": where torch has them; None touches nothing.
 

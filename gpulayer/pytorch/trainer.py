@@ -140,7 +140,7 @@ class Trainer:
             raise ArgumentError(
                 f"unknown strategy {strategy!r}", hint=f"one of {', '.join(strategies.NAMES)}"
             )
-        self.accelerator = accelerator
+        self.accelerator = arguments.accelerator(accelerator)
         self.strategy = strategy
         self.devices = arguments.devices(devices)
         self.num_nodes = arguments.at_least("num_nodes", num_nodes, 1)
@@ -171,14 +171,14 @@ class Trainer:
         if gradient_clip_val is not None and not isinstance(gradient_clip_val, int | float):
             raise TypeError(f"gradient_clip_val must be a number, got {gradient_clip_val!r}")
         self.gradient_clip_val = gradient_clip_val
-        algorithm = (gradient_clip_algorithm or "norm").lower()
+        algorithm = str(gradient_clip_algorithm or "norm").lower()
         if algorithm not in ("norm", "value"):
             raise ArgumentError(
                 f'gradient_clip_algorithm is "norm" or "value", not {gradient_clip_algorithm!r}'
             )
         self.gradient_clip_algorithm = algorithm
         self.deterministic = backends.check_deterministic(deterministic)
-        self.benchmark = benchmark
+        self.benchmark = backends.check_benchmark(benchmark)
         self.inference_mode = inference_mode
         self.use_distributed_sampler = use_distributed_sampler
         self.prefetch = prefetch

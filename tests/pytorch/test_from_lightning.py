@@ -6,10 +6,13 @@ import inspect
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import gpulayer.pytorch as ours
 from gpulayer.pytorch import Trainer
 from gpulayer.pytorch.arguments import REFUSED
 
@@ -45,3 +48,45 @@ def test_every_argument_of_lightning_is_taken_or_refused() -> None:
     ours = set(inspect.signature(Trainer.__init__).parameters)
     assert theirs - ours <= set(REFUSED)
     assert not ours & set(REFUSED)
+
+
+IMPOSSIBLE: dict[str, dict[str, list[Any]]] = {
+    "Trainer": {
+        "accelerator": ["x"], "strategy": ["x"], "devices": [0, -2, "x", 1.5],
+        "num_nodes": [0, "a"],
+        "precision": ["x", 17, 8], "max_epochs": [-2], "max_steps": [-2, None],
+        "max_time": ["1", 5, "00:00:01"], "limit_train_batches": [1.5, -1, "a"],
+        "limit_val_batches": [-0.1, 1.1], "limit_test_batches": [-1],
+        "limit_predict_batches": [1.5],
+        "val_check_interval": [1.5, -1, "a"], "check_val_every_n_epoch": ["a", 1.5],
+        "fast_dev_run": [-1, "a"], "gradient_clip_val": ["a", [1]],
+        "gradient_clip_algorithm": ["l1", 3], "benchmark": ["a"], "callbacks": ["a"],
+    },
+    "EarlyStopping": {"mode": ["x"]},
+    "ModelCheckpoint": {
+        "save_top_k": [-2, 5], "mode": ["x"], "every_n_epochs": [-1], "every_n_train_steps": [-1],
+    },
+    "Timer": {"duration": ["1", 5], "interval": ["x"]},
+    "LearningRateMonitor": {"logging_interval": ["x"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"), [(name, one) for name, table in IMPOSSIBLE.items() for one in table]
+)
+def test_what_lightning_refuses_is_refused(name: str, argument: str, lightning: Any) -> None:
+    others = {
+        "Trainer": {"accelerator": "cpu", "devices": 1},
+        "EarlyStopping": {"monitor": "v"},
+    }.get(name, {})
+    theirs = lightning.Trainer if name == "Trainer" else getattr(lightning.callbacks, name)
+    for value in IMPOSSIBLE[name][argument]:
+        given = {**others, argument: value}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for make, errors in (
+                (theirs, Exception),
+                (getattr(ours, name), (ValueError, TypeError)),
+            ):
+                with pytest.raises(errors):
+                    make(**given)
