@@ -78,7 +78,7 @@ class Trainer:
         log_every_n_steps: rows of step values in metrics.csv; 0 is none.
         accumulate_grad_batches: batches per optimizer step.
         gradient_clip_val, gradient_clip_algorithm: clip by "norm" (default) or "value".
-        logger: write metrics.csv.
+        logger: write metrics.csv and hparams.yaml.
         enable_checkpointing: add a `ModelCheckpoint()` where callbacks hold none.
         enable_progress_bar: print progress.
         default_root_dir: where `gpulayer_logs/version_N` goes; default: the rank's output
