@@ -297,6 +297,7 @@ def _request(reference: str, root: Path, arguments: Path, **asked: Any) -> Any:
         kind=JobKind.FUNCTION,
         name=reference,
         root=root,
+        program=("-m", reference.partition(":")[0]),
         nodes=asked["nodes"],
         devices=asked["devices"],
         accelerator=accelerator_of(asked["accelerator"]),

@@ -76,6 +76,8 @@ class JobRequest:
     kind: JobKind
     name: str
     root: Path  # the folder that is shipped
+    # What of ours runs something for the user: that one's imports are looked at.
+    program: tuple[str, ...] = ()
     cwd: str = ""  # relative to root
     nodes: int = 1
     devices: int | Literal["auto"] = "auto"  # per node
@@ -324,9 +326,7 @@ def _pack(request: JobRequest) -> _Packed:
     bundle = pack(request.root, extra_files=request.extra_files)
     if not request.python:
         return _Packed(bundle, Scan((), ()))
-    if request.kind is JobKind.FUNCTION:
-        return _Packed(bundle, scan(bundle, ("-m", request.name.partition(":")[0]), request.cwd))
-    return _Packed(bundle, scan(bundle, request.argv, request.cwd))
+    return _Packed(bundle, scan(bundle, request.program or request.argv, request.cwd))
 
 
 def _never_shipped(root: Path) -> str | None:

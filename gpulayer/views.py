@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from gpulayer_mesh.core.types import MemberSnapshot, Snapshot
     from gpulayer_mesh.errors import Refusal
 
+    from gpulayer.services import Service
+
 SCHEMA = 1
 TABLE_WIDTH = 100  # columns; half of a common screen
 _TAIL_LINES = 20  # a traceback with its cause, on one screen
@@ -351,6 +353,45 @@ def job_lines(records: Sequence[JobRecord], *, width: int = TABLE_WIDTH) -> list
         width=width,
         shrink=(2, 4, 5),
     )
+
+
+def service_lines(services: Sequence[Service], *, width: int = TABLE_WIDTH) -> list[str]:
+    """Return the table of `gpulayer service list`."""
+    rows = [
+        (
+            one.name,
+            one.state.state if one.state else "no answer",
+            one.node,
+            str(one.state.port) if one.state and one.state.port else "-",
+            str(one.state.restarts) if one.state else "-",
+            (one.state.last if one.state else "") or "-",
+            duration(_ran_s(one.record)),
+            one.record.spec.id,
+        )
+        for one in services
+    ]
+    heads = ["SERVICE", "STATE", "NODE", "PORT", "RESTARTS", "LAST END", "RUNS", "JOB"]
+    return table(heads, rows, width=width, shrink=(0, 2, 5))
+
+
+def services_json(services: Sequence[Service]) -> dict[str, Any]:
+    """Return what `gpulayer service list --json` prints."""
+    return {
+        "schema": SCHEMA,
+        "services": [
+            {
+                "name": one.name,
+                "job": one.record.spec.id,
+                "node": one.node,
+                "state": one.state.state if one.state else None,
+                "port": one.state.port if one.state else None,
+                "restarts": one.state.restarts if one.state else None,
+                "last_end": one.state.last if one.state else None,
+                "ran_s": round(_ran_s(one.record), 3),
+            }
+            for one in services
+        ],
+    }
 
 
 def _ran_s(record: JobRecord) -> float:

@@ -34,7 +34,7 @@ PURE |= {"unicodedata", "cryptography", "msgpack", "msgspec"}
 READS_CLOCK = {"datetime.now", "datetime.utcnow", "datetime.today", "date.today"}
 # These put the others together and may import those after them; all other modules of runtime/
 # stand alone.
-WIRING = ["agent", "startup", "jobdoor", "hosting", "staging", "gossip", "peers"]
+WIRING = ["agent", "startup", "jobdoor", "servicedoor", "hosting", "staging", "gossip", "peers"]
 ENVIRONMENT_READERS = {"gpulayer.env", "gpulayer_mesh.config"}
 # Asks torch in a process of its own what it can really do.
 TORCH_IN_MESH = {"gpulayer_mesh.runtime.torch_probe"}

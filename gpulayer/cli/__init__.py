@@ -99,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_mesh(_add(commands, "mesh", "membership: create, invite, join, status, remove, local"))
     _add_run(commands)
     _add_jobs(commands)
+    _add_service(_add(commands, "service", "keep a process running: run, list, stop, connect"))
     return parser
 
 
@@ -181,6 +182,13 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         help="processes per machine, each with its own GPU where there are any; auto: one per "
         "free GPU (1)",
     )
+    _asked(run, "what tables call the job (default: the command)")
+    run.add_argument("--detach", action="store_true", help="start it and come back at once")
+    run.add_argument("--dry-run", action="store_true", help="print the plan and stop there")
+
+
+def _asked(run: _Parser, name: str) -> None:
+    """Add what every command that starts something takes."""
     run.add_argument(
         "--accelerator", choices=("auto", "cpu", "cuda", "rocm", "mps"), default="auto"
     )
@@ -204,7 +212,7 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         metavar="K",
         help="pass a variable of this shell that no file, log or list may show",
     )
-    run.add_argument("--name", help="what tables call the job (default: the command)")
+    run.add_argument("--name", help=name)
     run.add_argument(
         "--grace",
         type=_seconds,
@@ -212,8 +220,59 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         metavar="TIME",
         help="how long ranks may take to stop (30s)",
     )
-    run.add_argument("--detach", action="store_true", help="start it and come back at once")
-    run.add_argument("--dry-run", action="store_true", help="print the plan and stop there")
+
+
+def _add_service(service: _Parser) -> None:
+    commands = service.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
+
+    run = _add(
+        commands, "run", "start a service, and wait until it answers", "service", "run",
+        takes_command=True,
+    )  # fmt: skip
+    run.add_argument(
+        "--port",
+        type=_port,
+        default=0,
+        metavar="P",
+        help="where it listens on 127.0.0.1 (default: a free one, which it finds in $PORT)",
+    )
+    run.add_argument(
+        "--health",
+        default="",
+        metavar="PATH",
+        help="path that answers while it is well (default: a connection is enough)",
+    )
+    run.add_argument(
+        "--restart",
+        choices=("always", "on-failure", "never"),
+        default="always",
+        help="when it starts again after its end (always)",
+    )
+    _asked(run, "what it is called (default: the command)")
+
+    listed = _add(commands, "list", "list the services that run", "service", "list_services")
+    _json(listed)
+
+    stop = _add(commands, "stop", "stop a service and wait until it has ended", "service", "stop")
+    _service(stop)
+    stop.add_argument("--kill", action="store_true", help="no time to finish")
+    stop.add_argument("--grace", type=_seconds, metavar="TIME", help="instead of its own")
+
+    connect = _add(
+        commands,
+        "connect",
+        "lead a port of this machine to a service, until Ctrl-C",
+        "service",
+        "connect",
+    )
+    _service(connect)
+    connect.add_argument(
+        "--port", type=_port, metavar="P", help="of this machine (default: the service's own)"
+    )
+
+
+def _service(parser: _Parser) -> None:
+    parser.add_argument("service", metavar="SERVICE", help="its name, or that of its job")
 
 
 def _add_jobs(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -259,6 +318,12 @@ def _job(parser: _Parser) -> None:
 def _count(text: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,3}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 9999")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port")
     return int(text)
 
 

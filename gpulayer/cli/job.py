@@ -32,12 +32,6 @@ def run(args: Namespace, ui: Ui) -> int:
     """Run a command as a job and follow it; exits with the job's code."""
     from gpulayer.launcher import JobRequest, run_job
 
-    for name in args.secret:
-        if "=" in name:
-            raise ConfigError(
-                f"--secret {name.partition('=')[0]}=...: a value on the command line is no secret",
-                hint="export it in this shell and give its name only",
-            )
     argv, python, root = described(args.command, Path.cwd())
     if not python and argv[0].endswith(".py") and (root / argv[0]).is_file():
         raise ConfigError(
@@ -51,20 +45,33 @@ def run(args: Namespace, ui: Ui) -> int:
             argv=argv,
             python=python,
             kind=JobKind.COMMAND if single else JobKind.DISTRIBUTED,
-            name=args.name or _name(argv, python),
+            name=args.name or program_name(argv, python),
             root=root,
             nodes=args.nodes,
             devices=args.devices,
-            accelerator=None if args.accelerator == "auto" else Accelerator(args.accelerator),
-            target=tuple(args.target.split(",")) if "," in args.target else args.target,
-            env=env.named_env(args.env),
-            secrets=env.named_env(args.secret),
-            stop_grace_s=args.grace,
+            **asked(args),
             detach=args.detach,
             dry_run=args.dry_run,
         )
     )
     return outcome.code
+
+
+def asked(args: Namespace) -> dict[str, Any]:
+    """Return what every command that starts something may be given, as fields of its request."""
+    for name in args.secret:
+        if "=" in name:
+            raise ConfigError(
+                f"--secret {name.partition('=')[0]}=...: a value on the command line is no secret",
+                hint="export it in this shell and give its name only",
+            )
+    return {
+        "accelerator": None if args.accelerator == "auto" else Accelerator(args.accelerator),
+        "target": tuple(args.target.split(",")) if "," in args.target else args.target,
+        "env": env.named_env(args.env),
+        "secrets": env.named_env(args.secret),
+        "stop_grace_s": args.grace,
+    }
 
 
 def described(command: tuple[str, ...], here: Path) -> tuple[tuple[str, ...], bool, Path]:
@@ -86,7 +93,8 @@ def described(command: tuple[str, ...], here: Path) -> tuple[tuple[str, ...], bo
     return argv, True, here
 
 
-def _name(argv: tuple[str, ...], python: bool) -> str:
+def program_name(argv: tuple[str, ...], python: bool) -> str:
+    """Return what tables call a command by default."""
     if python and argv[0] == "-m" and len(argv) > 1:
         return argv[1]
     if python and argv[0].startswith("-"):
@@ -172,25 +180,31 @@ def stop(args: Namespace, ui: Ui) -> int:
 
     async def end() -> JobRecord:
         async with await MeshClient.connect(env.home()) as client:
-            record = await client.find_job(args.job)
-            if record.state in viewing.ENDED:
-                return record
-            grace_s = 0.0 if args.kill else args.grace or record.spec.stop_grace_s
-            ui.note(f"stopping job {record.spec.id}: its ranks have {grace_s:g} s")
-            record = await client.stop(record.spec.id, grace_s=args.grace, kill=args.kill)
-            try:
-                async with asyncio.timeout(grace_s + _END_S):
-                    return await viewing.wait_end(client, record, ui)
-            except TimeoutError:
-                raise GpuLayerError(
-                    f"job {record.spec.id} has not ended after {grace_s + _END_S:g} s",
-                    hint=f"gpulayer stop --kill {record.spec.id}",
-                ) from None
+            return await stop_and_wait(client, await client.find_job(args.job), args, ui)
 
     lines, _ = outcome_lines(asyncio.run(end()))
     for line in lines:
         ui.note(line)
     return ExitCode.OK
+
+
+async def stop_and_wait(
+    client: MeshClient, record: JobRecord, args: Namespace, ui: Ui
+) -> JobRecord:
+    """End a job as `--grace` and `--kill` say; returns its last record."""
+    if record.state in viewing.ENDED:
+        return record
+    grace_s = 0.0 if args.kill else args.grace or record.spec.stop_grace_s
+    ui.note(f"stopping job {record.spec.id}: its ranks have {grace_s:g} s")
+    record = await client.stop(record.spec.id, grace_s=args.grace, kill=args.kill)
+    try:
+        async with asyncio.timeout(grace_s + _END_S):
+            return await viewing.wait_end(client, record, ui)
+    except TimeoutError:
+        raise GpuLayerError(
+            f"job {record.spec.id} has not ended after {grace_s + _END_S:g} s",
+            hint=f"gpulayer stop --kill {record.spec.id}",
+        ) from None
 
 
 def get(args: Namespace, ui: Ui) -> int:

@@ -30,6 +30,7 @@ class JobKind(StrEnum):
     COMMAND = "command"  # one process per slot, no rendezvous environment beyond ranks
     DISTRIBUTED = "distributed"  # n nodes x d processes with torchrun's environment
     FUNCTION = "function"  # one call in each process; its result is among the files
+    SERVICE = "service"  # one process that is kept running, and answers on a port
 
 
 class JobState(StrEnum):
@@ -186,6 +187,18 @@ class Outputs:
     files: Annotated[tuple[OutputFile, ...], Meta(max_length=OUTPUTS_MAX)] = ()
     stayed: Annotated[tuple[Stayed, ...], Meta(max_length=STAYED_MAX)] = ()
     more: Annotated[int, Meta(ge=0)] = 0  # of the latter, beyond those named
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceState:
+    """How a service is, as its supervisor wrote it down."""
+
+    state: Annotated[
+        str, Meta(pattern="^(starting|healthy|unhealthy|waiting|stopped|ended|failed)$")
+    ]
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0  # on loopback of its node; 0: not known yet
+    restarts: Annotated[int, Meta(ge=0)] = 0
+    last: Annotated[str, Meta(max_length=64)] = ""  # how its process ended last
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ from gpulayer_mesh.runtime.hosting import JobHost, Site
 from gpulayer_mesh.runtime.jobdoor import JobDoor
 from gpulayer_mesh.runtime.packets import PacketPort
 from gpulayer_mesh.runtime.peers import ADDRESSES_MAX, Peers
+from gpulayer_mesh.runtime.servicedoor import ServiceDoor
 from gpulayer_mesh.runtime.shims import ShimRunner
 from gpulayer_mesh.runtime.startup import claim_port, enter_mesh, only_agent
 from gpulayer_mesh.runtime.store import ChunkStore
@@ -165,6 +166,8 @@ class Agent:
         stack.push_async_callback(self.gossip.close)
         self.gossip.post(swim.RosterChanged(frozenset(self.book.members)))
         self.jobs = JobHost(self._site())
+        services = ServiceDoor(self.jobs)
+        stack.callback(services.close)
         self.door = Door(
             context=identities.server_context(self.home),
             book=self.book,
@@ -174,6 +177,7 @@ class Agent:
                 Route("GET", "/v1/snapshot", self.snapshot),
                 *self.gossip.routes(),
                 *self._job_door().routes(),
+                *services.routes(),
             ],
             on_roster=self._roster_presented,
         )

@@ -1,0 +1,104 @@
+"""The routes to a running service: what state it is in, and tunnels to its port.
+
+Members with the role launcher may use any service. The port is what the service's own supervisor
+wrote down, on loopback of this machine. Does not know how a service is kept running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from typing import Any
+
+from gpulayer_mesh.core import wire
+from gpulayer_mesh.core.jobspec import JobKind, ServiceState
+from gpulayer_mesh.core.types import Role
+from gpulayer_mesh.errors import NotFoundError, RemoteProtocolError, TransportError
+from gpulayer_mesh.runtime.door import DoorRequest, Route, Stream
+from gpulayer_mesh.runtime.hosting import JobHost
+from gpulayer_mesh.runtime.livejob import LiveJob
+from gpulayer_mesh.runtime.tunnels import PIECE_BYTES, Tunnels
+
+STATE = ".gpulayer-service/state.json"  # in the output directory of its rank
+_STATE_MAX = 4096  # bytes of that file
+
+
+class ServiceDoor:
+    """The service routes of one agent; `close` it."""
+
+    def __init__(self, host: JobHost) -> None:
+        self._host = host
+        self._tunnels = Tunnels()
+        self._job_of: dict[str, str] = {}  # tunnel -> job
+
+    def routes(self) -> list[Route]:
+        one, launcher = "/v1/jobs/{id}", Role.LAUNCHER
+        tunnel = one + "/tunnels/{tunnel}"
+        return [
+            Route("GET", one + "/service", self.state, launcher),
+            Route("POST", one + "/tunnels", self.open, launcher),
+            Route("GET", tunnel, self.read, launcher),
+            Route("PUT", tunnel, self.write, launcher, PIECE_BYTES),
+        ]
+
+    def close(self) -> None:
+        """Close all tunnels."""
+        self._tunnels.close()
+
+    async def state(self, request: DoorRequest) -> ServiceState:
+        """Say how the service is."""
+        return await self._state(self._service(request))
+
+    async def open(self, request: DoorRequest) -> dict[str, Any]:
+        """Connect to the service's port."""
+        one = self._service(request)
+        state = await self._state(one)
+        if not state.port:
+            raise TransportError(f"service {one.spec.name!r} has no port yet: {state.state}")
+        name = await self._tunnels.open(state.port)
+        # Those that have ended go, so that the table does not grow.
+        self._job_of = {name: one.spec.id} | {
+            other: job for other, job in self._job_of.items() if other in self._tunnels
+        }
+        return {"tunnel": name}
+
+    async def read(self, request: DoorRequest) -> Stream:
+        """Stream what the service sends."""
+        return Stream(self._tunnels.read(self._tunnel(request)))
+
+    async def write(self, request: DoorRequest) -> None:
+        """Send bytes to the service."""
+        at = request.query.get("at", "")
+        if not (at.isascii() and at.isdigit() and len(at) < 19):
+            raise RemoteProtocolError(f"at={at[:32]!r} is no offset")
+        end = request.query.get("end") == "1"
+        await self._tunnels.write(self._tunnel(request), int(at), request.body, end=end)
+
+    def _service(self, request: DoorRequest) -> LiveJob:
+        one = self._host.jobs.get(request.params["id"])
+        if one is None or one.spec.kind is not JobKind.SERVICE or one.ended:
+            raise NotFoundError(f"no service {request.params['id'][:16]!r} runs here")
+        return one
+
+    def _tunnel(self, request: DoorRequest) -> str:
+        name = request.params["tunnel"]
+        if self._job_of.get(name) != self._service(request).spec.id:
+            raise NotFoundError("the tunnel has ended")
+        return name
+
+    async def _state(self, one: LiveJob) -> ServiceState:
+        try:
+            return await asyncio.to_thread(self._read_state, one)
+        except NotFoundError:
+            return ServiceState("starting")
+
+    def _read_state(self, one: LiveJob) -> ServiceState:
+        descriptor = self._host.site.store.open_output(one.path, "out", 0, STATE)
+        with os.fdopen(descriptor, "rb") as file:
+            data = file.read(_STATE_MAX)
+        try:
+            plain = json.loads(data)
+        except ValueError:
+            raise RemoteProtocolError("the service's state is no JSON") from None
+        return wire.decode_as(ServiceState, plain)
