@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import re
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -744,3 +746,22 @@ async def test_ranks_that_nobody_could_stop_are_ended_by_a_new_agent(mesh: Mesh,
     assert box.host.jobs == {}
     await eventually(lambda: not box.shims.alive(folder))
     assert not any(pid is not None and psutil.pid_exists(pid) for pid in pids)
+
+
+async def test_old_job_goes_where_the_disk_is_full_and_a_fresh_one_stays(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (box,) = await mesh.start("box-0")
+    await mesh.stage(mesh.spec())
+    box = await box.restart()  # the job is history now
+    folder = box.work.parent
+    usage = SimpleNamespace(total=100 * 2**30, used=99 * 2**30, free=2**30)
+    monkeypatch.setattr("gpulayer_mesh.runtime.hosting.shutil.disk_usage", lambda path: usage)
+    box = await box.restart()
+    await asyncio.sleep(0)
+    assert folder.exists()
+    record = folder / "record"
+    old = record.stat().st_mtime - 2 * 3600
+    os.utime(record, (old, old))  # its end, for an agent that starts
+    box = await box.restart()
+    await eventually(lambda: JOB not in box.host.jobs and not folder.exists())

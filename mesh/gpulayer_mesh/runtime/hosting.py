@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import shutil
 import time
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import assert_never
 
-from gpulayer_mesh.core import hosted, job, wire
+from gpulayer_mesh.core import hosted, job, retention, wire
 from gpulayer_mesh.core.jobspec import (
     Failure,
     GoOrder,
@@ -47,7 +48,6 @@ from gpulayer_mesh.runtime.store import ChunkStore
 
 log = logging.getLogger("gpulayer.jobs")
 
-JOBS_KEPT = 50  # finished jobs whose logs and files stay; the oldest go first
 JOBS_LIVE_MAX = 256  # limit of grants in a capabilities record
 TAIL_LINES = hosted.TAIL_LINES
 
@@ -433,14 +433,48 @@ class JobHost:
         )
 
     def _prune(self) -> None:
-        over = [
-            one for one in self.jobs.values() if one.ended and one.current_record().state in OVER
-        ]
-        for one in over[: max(0, len(over) - JOBS_KEPT)]:
-            del self.jobs[one.spec.id]
-            self._background.spawn(asyncio.to_thread(shutil.rmtree, one.path, ignore_errors=True))
+        """Forget what is too old, and where the disk is too full, the oldest."""
+        for ident in retention.outdated(self._finished()):
+            self._forget(ident)
+        usage = shutil.disk_usage(self.site.home)
+        if usage.used > retention.FULL * usage.total:
+            self._background.spawn(self._make_room(usage.used, usage.total))
         keep = {chunk for one in self.jobs.values() for chunk in one.chunks}
         self._background.spawn(asyncio.to_thread(self.site.store.prune, keep=keep))
+
+    def _finished(self) -> list[retention.Finished]:
+        records = {i: one.current_record() for i, one in self.jobs.items() if one.ended}
+        return [
+            retention.Finished(ident, record.ended_age_s or 0.0)
+            for ident, record in records.items()
+            if record.state in OVER
+        ]
+
+    async def _make_room(self, used: int, total: int) -> None:
+        finished = self._finished()
+        paths = [self.jobs[one.job].path for one in finished]
+        sizes = await asyncio.to_thread(lambda: [_size_of(path) for path in paths])
+        weighed = [replace(one, size_bytes=size) for one, size in zip(finished, sizes, strict=True)]
+        gone = retention.making_room(weighed, used, total)
+        if gone:
+            log.info("the disk is %.0f %% full: %d old jobs go", 100 * used / total, len(gone))
+        for ident in gone:
+            self._forget(ident)
+
+    def _forget(self, ident: str) -> None:
+        one = self.jobs.pop(ident, None)
+        if one is not None:
+            self._background.spawn(asyncio.to_thread(shutil.rmtree, one.path, ignore_errors=True))
+
+
+def _size_of(folder: Path) -> int:
+    """Return the bytes that the files of a folder take."""
+    size = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # another job's end removed it
+                size += (Path(where) / name).lstat().st_size
+    return size
 
 
 def _due(at: float | None, now: float) -> bool:
