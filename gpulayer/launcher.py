@@ -57,6 +57,7 @@ PREFLIGHT_S = 15.0  # 2 s for the dials, the rest for `find_spec` on a cold disk
 STAGE_FLOOR_BYTES_S = 500_000  # slowest link worth training over; a deadline, not a promise
 STAGE_S = 60.0  # on top of the transfer: unpacking 100,000 files
 UPLOADS = 4  # parallel chunk uploads: fills a 1 Gbit/s link through one TLS core
+RENEW_S = 10.0  # between renewals of the reservations, which end after 30 s of silence
 BUSY_POLL_S = 2.0
 SAME_PRESS_S = 0.3  # signals closer than this are one wish; nobody presses Ctrl-C twice so fast
 _NO_SCRIPT = "there is no script to run on the other machines: this is a notebook, REPL or -c"
@@ -401,8 +402,12 @@ async def _start(client: MeshClient, request: JobRequest, packed: _Packed, plan:
             spec,
             lambda i: client.call(nodes[i], "POST", f"{path}/reserve", {"spec": signed}),
         )
-        await _stage(client, spec, packed.bundle)
-        order = await _preflight(client, spec, request.secrets)
+        renewing = asyncio.create_task(_renew(client, spec, signed))
+        try:
+            await _stage(client, spec, packed.bundle)
+            order = await _preflight(client, spec, request.secrets)
+        finally:
+            renewing.cancel()
         going = True
         record = await client.call(nodes[0], "POST", f"{path}/go", order, deadline_s=RPC_S)
         return client.decode_record(record)
@@ -410,6 +415,19 @@ async def _start(client: MeshClient, request: JobRequest, packed: _Packed, plan:
         # whatever broke, Ctrl-C included: no node keeps a lease for a job that will not start
         await asyncio.shield(_release(client, spec, going=going))
         raise
+
+
+async def _renew(client: MeshClient, spec: JobSpec, signed: bytes) -> None:
+    """Keep the reservations of nodes that are ready while a slow one still receives the source."""
+    path = f"/v1/jobs/{spec.id}/reserve"
+
+    async def one(node: str) -> None:
+        await client.call(node, "POST", path, {"spec": signed}, deadline_s=RENEW_S)
+
+    while True:
+        await asyncio.sleep(RENEW_S)
+        # One that does not answer shows in what is being done with it.
+        await asyncio.gather(*(one(slot.node) for slot in spec.slots), return_exceptions=True)
 
 
 def _spec(client: MeshClient, request: JobRequest, packed: _Packed, plan: Plan) -> JobSpec:

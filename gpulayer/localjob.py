@@ -89,12 +89,17 @@ async def run(request: JobRequest, processes: int) -> JobOutcome:
     config = shims.ShimConfig(
         ranks=tuple(
             shims.RankCommand(
-                rank, rank_argv(spec, host), _rank_env(spec, rank, order, host), str(env.START_DIR)
+                rank,
+                rank_argv(spec, host),
+                _rank_env(spec, rank, order, host),
+                str(env.START_DIR),
+                python=spec.python,
             )
             for rank in range(processes)
         ),
         cookie=host.cookie,
         grace_s=request.stop_grace_s,
+        raised_grace_s=keeping.raised_grace_s(spec),
         agent_silence_s=SILENCE_S,
         secrets=tuple(request.secrets.values()),
     )

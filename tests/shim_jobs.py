@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,27 +20,27 @@ E = TypeVar("E")
 
 
 class Job:
-    """One shim with one rank per script: Python source, or a whole command."""
+    """One shim with one rank per script: Python source, a whole command, or all there is to it."""
 
     def __init__(
         self,
         folder: Path,
-        *scripts: str | Sequence[str],
+        *scripts: str | Sequence[str] | RankCommand,
         env: dict[str, str] | None = None,
         **config: Any,
     ) -> None:
         self.dir = folder / "job"
         (self.dir / "work").mkdir(parents=True, mode=0o700)
         self.runner = ShimRunner()
-        ranks = tuple(
-            RankCommand(
-                rank,
-                (sys.executable, "-c", script) if isinstance(script, str) else tuple(script),
-                {"PATH": "/usr/bin:/bin"} | (env or {}),
-                str(self.dir / "work"),
-            )
-            for rank, script in enumerate(scripts)
-        )
+        base, cwd = {"PATH": "/usr/bin:/bin"} | (env or {}), str(self.dir / "work")
+
+        def command(rank: int, script: str | Sequence[str] | RankCommand) -> RankCommand:
+            if isinstance(script, RankCommand):
+                return replace(script, rank=rank, env=base | script.env, cwd=cwd)
+            argv = (sys.executable, "-c", script) if isinstance(script, str) else tuple(script)
+            return RankCommand(rank, argv, base, cwd)
+
+        ranks = tuple(command(rank, script) for rank, script in enumerate(scripts))
         cookie = f"{id(self):x}-{folder.name}"
         self.config = ShimConfig(ranks=ranks, cookie=cookie, **{"grace_s": 5.0, **config})
         self.events: list[ShimEvent] = []

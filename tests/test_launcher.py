@@ -192,6 +192,38 @@ async def test_job_given_up_is_released_and_stopped_if_it_may_run(going: bool) -
     assert called == (["a stop"] if going else []) + ["a release", "b release"]
 
 
+async def test_nodes_that_are_ready_are_held_while_a_slow_one_is_staged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A reservation ends after 30 s without a word, and a slow link may need minutes."""
+    monkeypatch.setattr(launcher, "RENEW_S", 0.01)
+    reserved = {"a": 0, "b": 0}
+    enough = asyncio.Event()
+
+    async def call(node: str, method: str, path: str, *_: object, **__: object) -> None:
+        if path.endswith("/reserve"):
+            reserved[node] += 1
+            if min(reserved.values()) >= 3:
+                enough.set()
+            if reserved[node] == 2:
+                raise TransportError("lost on the way")  # the next one counts
+
+    async def stage(*_: object) -> None:
+        async with asyncio.timeout(20):
+            await enough.wait()
+        raise TransportError("that was all")
+
+    monkeypatch.setattr(launcher, "_stage", stage)
+    slots = [SimpleNamespace(node=node) for node in reserved]
+    spec = SimpleNamespace(id="x", slots=slots)
+    monkeypatch.setattr(launcher, "_spec", lambda *_: spec)
+    client: Any = SimpleNamespace(call=call, sign_spec=lambda _: b"signed")
+    unused: Any = SimpleNamespace(bundle=None)
+    with pytest.raises(TransportError, match="that was all"):
+        await launcher._start(client, unused, unused, unused)
+    assert [task for task in asyncio.all_tasks() if "_renew" in repr(task)] == []
+
+
 def test_empty_command_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no command given"):
         launcher.JobRequest(argv=("",), python=False, kind=JobKind.COMMAND, name="x", root=tmp_path)

@@ -36,8 +36,11 @@ READS_CLOCK = {"datetime.now", "datetime.utcnow", "datetime.today", "date.today"
 # stand alone.
 WIRING = ["agent", "startup", "jobdoor", "servicedoor", "hosting", "staging", "gossip", "peers"]
 ENVIRONMENT_READERS = {"gpulayer.env", "gpulayer_mesh.config"}
+# Runs in a rank's own process, and takes away there what brought it.
+ENVIRONMENT_READERS |= {"gpulayer_mesh.rank_hook.sitecustomize"}
 # Asks torch in a process of its own what it can really do.
 TORCH_IN_MESH = {"gpulayer_mesh.runtime.torch_probe"}
+SITE = {"sitecustomize"}  # the environment's own, where it has one
 # They run code found in data, or unpack what a stranger packed.
 NEVER_IMPORTED = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 NEVER_IMPORTED |= {"tarfile", "zipfile", "torch.distributed.rpc"}
@@ -113,8 +116,10 @@ def test_runtime_modules_do_not_know_each_other() -> None:
 
 
 def test_shim_is_standard_library_only() -> None:
-    allowed = lambda _, module: module.split(".")[0] in sys.stdlib_module_names  # noqa: E731
-    assert offences(r"gpulayer_mesh\.shim", allowed) == []
+    def allowed(name: str, module: str) -> bool:
+        return module.split(".")[0] in sys.stdlib_module_names | SITE
+
+    assert offences(r"gpulayer_mesh\.(shim|rank_hook\..*)", allowed) == []
 
 
 def test_mesh_knows_neither_gpulayer_nor_torch() -> None:
@@ -155,7 +160,7 @@ def test_dependencies_are_declared() -> None:
 
     def allowed(name: str, module: str) -> bool:
         top = module.split(".")[0]
-        known = top in sys.stdlib_module_names or top in PACKAGES
+        known = top in sys.stdlib_module_names | SITE or top in PACKAGES
         return known or provided.get(top, top).lower() in declared
 
     assert offences(r".*", allowed) == []

@@ -8,6 +8,7 @@ milliseconds under any interpreter. The job folder is its whole interface:
 - `logs/rank<k>.log`  appended records, see `RECORD_FORMAT`; `core.logrecord` reads them
 - `stop`           written by the agent: `{"grace_s": 30, "kill": false}`
 - `lease`          touched by the agent; the ranks end when it was not for `agent_silence_s`
+- `logs/rank<k>.raised`  made by a Python rank that an uncaught exception ends (`rank_hook`)
 
 It does not know what a job means, who else takes part or whether a rank's end is a failure: it
 reports each end and goes on until all its ranks are gone. Memory does not grow with the output.
@@ -56,6 +57,7 @@ _LEFTOVER_GRACE_S = 0.5
 _SWEEP_S = 5.0  # until a process that SIGKILL does not end is reported instead of waited for
 _STATUS_RETRY_S = 60.0  # on a full disk, how long the last events are tried before giving up
 _DRAIN_MAX = 1024 * 1024  # bytes still read at a rank's end; a pipe holds 64 KiB by default
+_HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rank_hook")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _OOM_SCORE = b"300"  # so that the kernel ends a rank before the agent or the desktop
 
@@ -193,6 +195,8 @@ class _Rank:
         self.reaped: tuple[int, resource.struct_rusage] | None = None
         self.gone = False
         self.stopped = False
+        self.mark = ""  # the file that says that it raised; "" for a rank that is not Python
+        self.raised_at: float | None = None
 
 
 class Shim:
@@ -202,6 +206,7 @@ class Shim:
         self._dir = job_dir
         self._grace_s = float(config["grace_s"])
         self._silence_s = float(config["agent_silence_s"])
+        self._raised_grace_s = float(config.get("raised_grace_s", self._grace_s))
         self._cookie: str = config["cookie"]
         limit = int(config.get("log_limit_bytes", LOG_MAX))
         mask = [_encode(secret) for secret in config.get("secrets", ())]
@@ -265,6 +270,7 @@ class Shim:
             self._next_poll = now + _POLL_S
             self._poll_stop(now)
             self._poll_lease(now)
+            self._poll_raised(now)
             self._flush_status()
             self._reap_orphans()
             for rank in self._ranks:
@@ -274,7 +280,7 @@ class Shim:
             self._stop(now, self._grace_s, self._terms > 1, "signal to the shim")
         if self._kill_at is not None and now >= self._kill_at:
             for rank in self._running():
-                rank.stopped = True
+                rank.stopped = rank.raised_at is None
                 _kill_group(rank.pid)
 
     # -- starting
@@ -288,6 +294,11 @@ class Shim:
         env = {_encode(k): _encode(v) for k, v in rank.config["env"].items()}
         env.setdefault(b"PYTHONUNBUFFERED", b"1")
         env[b"GPULAYER_COOKIE"] = self._cookie.encode()
+        if rank.config.get("python"):
+            rank.mark = f"{self._dir}/logs/rank{rank.number}.raised"
+            env[b"GPULAYER_RAISED"] = os.fsencode(rank.mark)
+            paths = [os.fsencode(_HOOK), env.get(b"PYTHONPATH", b"")]
+            env[b"PYTHONPATH"] = os.pathsep.encode().join(filter(None, paths))
         pipes = [os.pipe(), os.pipe()]
         try:
             child = subprocess.Popen(
@@ -359,7 +370,11 @@ class Shim:
             status, usage = rank.reaped
         for fd in list(rank.streams):
             self._close(rank, fd)
+        self._look_for_mark(rank, now)
         code = os.waitstatus_to_exitcode(status)
+        if rank.raised_at is not None:
+            # The exception ended it, whatever became of the clean-up; this is Python's code then.
+            code, rank.stopped = code if code > 0 else 1, False
         signum = -code if code < 0 else None
         unit = 1024 if sys.platform == "darwin" else 1  # ru_maxrss: bytes there, KiB elsewhere
         peak_mib = usage.ru_maxrss // unit // 1024
@@ -393,7 +408,8 @@ class Shim:
         self._event("stopping", reason=reason)
         self._note_exits(now)  # who ended by itself was not stopped
         for rank in self._running():
-            rank.stopped = True
+            self._look_for_mark(rank, now)
+            rank.stopped = rank.raised_at is None
             if not kill:
                 os.kill(rank.pid, signal.SIGTERM)  # an unreaped child: the number is ours
 
@@ -423,6 +439,20 @@ class Shim:
                 self._lease_at = now
         if now - self._lease_at > self._silence_s and self._kill_at is None:
             self._stop(now, self._grace_s, False, f"no word from the agent for {self._silence_s} s")
+
+    def _poll_raised(self, now: float) -> None:
+        """End ranks that hang in their clean-up: their peers wait for them."""
+        for rank in self._running():
+            self._look_for_mark(rank, now)
+            if rank.raised_at is not None and now - rank.raised_at >= self._raised_grace_s:
+                why = f"raised an exception and did not end within {self._raised_grace_s:g} s"
+                rank.log.note(f"{why}: killed")
+                _kill_group(rank.pid)
+                rank.raised_at = float("inf")  # once is enough
+
+    def _look_for_mark(self, rank: _Rank, now: float) -> None:
+        if rank.raised_at is None and rank.mark and os.path.lexists(rank.mark):
+            rank.raised_at = now
 
     def _sweep(self) -> None:
         """End what escaped from the groups: other sessions, daemons, renamed processes."""

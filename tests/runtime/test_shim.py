@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -18,6 +19,7 @@ from gpulayer_mesh.core import logrecord
 from gpulayer_mesh.core.hosted import RankExited, ShimDone, ShimLost
 from gpulayer_mesh.core.logrecord import LogStream, RecordParser
 from gpulayer_mesh.errors import GpuLayerError
+from gpulayer_mesh.runtime.shims import RankCommand
 from shim_jobs import Job, eventually, is_running
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -210,6 +212,97 @@ def test_full_disk_drops_whole_records_and_says_so(
         (4, LogStream.ERR, b"Traceback\n"),
         (5, LogStream.OUT, b"after\n"),
     ]
+
+
+# Its traceback is out, and for its peers it lives on.
+HANGS = """
+import atexit, threading, time
+{how}
+raise ValueError("the flux capacitor is empty")
+"""
+THREAD = "threading.Thread(target=time.sleep, args=(600,)).start()"
+ATEXIT = "atexit.register(time.sleep, 600)"
+
+
+def python(script: str, *options: str) -> RankCommand:
+    return RankCommand(0, (sys.executable, *options, "-c", script), {}, "", python=True)
+
+
+@pytest.mark.parametrize("how", [THREAD, ATEXIT, "try: 1 / 0\nfinally: " + THREAD])
+async def test_rank_that_hangs_after_its_traceback_is_ended(tmp_path: Path, how: str) -> None:
+    job = Job(tmp_path, python(HANGS.format(how=how)), raised_grace_s=0.3)
+    (end,) = await (await job.start()).run(ShimDone)
+    assert (end.code, end.signal, end.stopped) == (1, None, False)
+    said = job.runner.tail_lines(job.dir, 0, 20)
+    assert said[-2].endswith("Error: " + said[-2].partition(": ")[2])
+    assert said[-1] == "raised an exception and did not end within 0.3 s: killed"
+
+
+async def test_rank_that_raised_before_the_stop_is_not_called_stopped(tmp_path: Path) -> None:
+    job = await Job(tmp_path, python(HANGS.format(how=ATEXIT)), raised_grace_s=600).start()
+    mark = job.dir / "logs/rank0.raised"
+    await eventually(mark.exists)
+    job.runner.stop(job.dir, 0.1)
+    (end,) = await job.run(ShimDone)
+    assert (end.code, end.signal, end.stopped) == (1, None, False)
+
+
+async def test_clean_up_within_the_grace_is_left_alone(tmp_path: Path) -> None:
+    script = "import atexit; atexit.register(print, 'cleaned up'); raise ValueError('x')"
+    job = await Job(tmp_path, python(script)).start()
+    (end,) = await job.run(ShimDone)
+    assert (end.code, end.signal, end.stopped) == (1, None, False)
+    assert await job.output() == b"cleaned up\n"
+
+
+GOES_ON = """
+import os, subprocess, sys, threading, time
+def printed():
+    try:
+        raise ValueError("caught")
+    except ValueError:
+        sys.excepthook(*sys.exc_info())
+printed()
+def raises():
+    raise ValueError("in a thread")
+thread = threading.Thread(target=raises); thread.start(); thread.join()
+if os.fork() == 0:
+    raise ValueError("in a child")
+os.wait()
+subprocess.run([sys.executable, "-c", "raise ValueError('in another program')"])
+time.sleep(0.5)  # the shim looks every 50 ms
+"""
+
+
+@pytest.mark.filterwarnings("ignore:This process")  # of fork in a program with threads
+async def test_exception_that_does_not_end_the_rank_is_none(tmp_path: Path) -> None:
+    job = await Job(tmp_path, python(GOES_ON), raised_grace_s=0.0).start()
+    (end,) = await job.run(ShimDone)
+    said = (await job.output(0, LogStream.ERR)).decode()
+    assert (end.code, end.signal) == (0, None), said
+    assert said.count("ValueError: ") == 4
+    assert not (job.dir / "logs/rank0.raised").exists()
+
+
+async def test_script_does_not_see_the_hook(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("print('customized')")
+    show = (
+        "import os, sys\n"
+        "print([n for n in os.environ if n in ('GPULAYER_RAISED', 'PYTHONPATH')],"
+        " os.environ.get('PYTHONPATH'), [p for p in sys.path if 'hook' in p],"
+        " getattr(sys.modules.get('sitecustomize'), '__file__', ''))"
+    )
+    for path, expected in [
+        (str(own), f"customized\n['PYTHONPATH'] {own} [] {own}/sitecustomize.py\n"),
+        ("", "[] None [] "),
+    ]:
+        command = replace(python(show), env={"PYTHONPATH": path} if path else {})
+        job = await Job(tmp_path / f"with{path.count('/')}", command).start()
+        await job.run(ShimDone)
+        assert (await job.output()).decode().startswith(expected)
+        assert await job.output(0, LogStream.ERR) == b""
 
 
 async def test_program_that_is_missing_is_named(tmp_path: Path) -> None:

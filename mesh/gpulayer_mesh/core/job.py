@@ -38,6 +38,7 @@ from gpulayer_mesh.core.jobspec import (
     RankStatus,
     Slot,
 )
+from gpulayer_mesh.core.rankenv import world_size
 from gpulayer_mesh.core.types import NodeId
 from gpulayer_mesh.errors import IllegalTransitionError, RemoteProtocolError
 
@@ -52,6 +53,14 @@ FAILURE_GRACE_S = 5.0  # the others save what they can; they are gone 10 s after
 END_S = 10.0  # past the grace: hosts kill at its end and then clean up
 KILL_S = 5.0  # after our kill nothing is waited for any longer
 HISTORY = 64  # entries
+
+
+def raised_grace_s(spec: JobSpec) -> float:
+    """Return how long a rank may take to end after an uncaught exception.
+
+    What its peers get after a failure: they wait for it. Alone it may take what a stop may.
+    """
+    return FAILURE_GRACE_S if world_size(spec) > 1 else spec.stop_grace_s
 
 
 @dataclass(frozen=True, slots=True)

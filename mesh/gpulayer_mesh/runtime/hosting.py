@@ -367,6 +367,7 @@ class JobHost:
                 argv=rank_argv(spec, host),
                 env=rank_environment(spec, one.slot, local, order, host),
                 cwd=str(one.folder.work / spec.cwd),
+                python=spec.python,
             )
             for local in range(spec.slots[one.slot].processes)
         )
@@ -374,6 +375,7 @@ class JobHost:
             ranks=ranks,
             cookie=host.cookie,
             grace_s=spec.stop_grace_s,
+            raised_grace_s=job.raised_grace_s(spec),
             secrets=tuple(order.secrets.values()),
         )
 

@@ -59,6 +59,7 @@ class RankCommand:
     argv: tuple[str, ...]
     env: dict[str, str]  # all of it: a rank inherits nothing from the agent
     cwd: str
+    python: bool = False  # the program is a Python interpreter; see `rank_hook`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +67,7 @@ class ShimConfig:
     ranks: tuple[RankCommand, ...]
     cookie: str  # random; every process of the job carries it, so that none can hide
     grace_s: float = 30.0  # from SIGTERM to SIGKILL when the shim stops by itself
+    raised_grace_s: float = 30.0  # to end by itself for a Python rank that an exception ended
     agent_silence_s: float = 300.0  # nobody watches; higher survives longer agent outages
     secrets: tuple[str, ...] = ()  # values of 8 bytes and more that are masked in the logs
     log_limit_bytes: int = shim.LOG_MAX  # per rank
