@@ -39,6 +39,8 @@ MDNS_AFTER_S = 0.3  # remembered addresses get this head start over multicast
 SNAPSHOT_MAX = 16 * 1024 * 1024  # 1,024 members with full capabilities
 LOG_RETRY_S = (0.2, 0.5, 1.0, 2.0, 4.0)  # then each 4 s
 FETCH_RETRY_S = (0.2, 1.0, 3.0)
+RECORD_S = 5.0  # for one node's word on a job
+NEXT_S = 1.0  # without it, the next node is asked as well
 JOBS_S = 3.0  # a member that does not answer by then is left out of the list
 
 
@@ -297,16 +299,40 @@ class MeshClient:
         raise GpuLayerError(f"job {ident!r} is ambiguous: {names}", hint="give more characters")
 
     async def record(self, job: JobRecord) -> JobRecord:
-        """Return the newest record, from the keeper or else from any participant."""
-        nodes = [job.keeper, *(s.node for s in job.spec.slots if s.node != job.keeper)]
-        error: Exception = TransportError(f"no node of job {job.spec.id} answered")
-        for node in nodes:
-            try:
-                plain = await self.call(node, "GET", f"/v1/jobs/{job.spec.id}", deadline_s=5.0)
-            except GpuLayerError as e:
-                error = e
-                continue
-            return self.decode_record(plain)
+        """Return the newest record, from the keeper or else from any participant.
+
+        Raises:
+            GpuLayerError: no node of the job answered.
+        """
+
+        async def ask(node: NodeId) -> JobRecord:
+            path = f"/v1/jobs/{job.spec.id}"
+            return self.decode_record(await self.call(node, "GET", path, deadline_s=RECORD_S))
+
+        waiting = [job.keeper, *(s.node for s in job.spec.slots if s.node != job.keeper)]
+        error: BaseException = TransportError(f"no node of job {job.spec.id} answered")
+        asked: set[asyncio.Task[JobRecord]] = set()
+        try:
+            while waiting or asked:
+                if waiting:
+                    asked.add(asyncio.create_task(ask(waiting.pop(0))))
+                done, asked = await asyncio.wait(
+                    asked,
+                    # A node that is cut off does not refuse, it says nothing.
+                    timeout=NEXT_S if waiting else None,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                for task in done:
+                    found = task.exception()
+                    if found is None:
+                        return task.result()
+                    if not isinstance(found, GpuLayerError):
+                        raise found
+                    error = found
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
         raise error
 
     async def stop(self, job: str, *, grace_s: float | None, kill: bool) -> JobRecord:

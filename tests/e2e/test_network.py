@@ -14,11 +14,23 @@ from meshes import GPULAYER, LanMesh, until
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(240)]
 
 ENVIRONMENT = """
-import json, os
+import json, os, socket
 from gpulayer.pytorch import launch
 launch(nodes=3, accelerator="cpu", devices=1)
 import torch.distributed as dist
+RANK = int(os.environ["RANK"])
 dist.init_process_group("gloo")
+dist.barrier()
+dist.destroy_process_group()
+# A script may meet at a port of its own as well.
+with socket.socket() as free:
+    free.bind(("", 0))
+    port = free.getsockname()[1]
+# ... which rank 0 tells the others here as they would be told by hand.
+store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 3, RANK == 0)
+store.set("port", str(port)) if RANK == 0 else None
+second = f"tcp://{os.environ['MASTER_ADDR']}:{store.get('port').decode()}"
+dist.init_process_group("gloo", init_method=second, rank=RANK, world_size=3)
 dist.barrier()
 dist.destroy_process_group()
 names = ["MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "RANK", "WORLD_SIZE"]
@@ -46,15 +58,24 @@ def test_ranks_meet_over_the_lan_and_never_over_docker0(mesh: LanMesh) -> None:
     folder = mesh.laptop.home / "environment"
     folder.mkdir()
     (folder / "train.py").write_text(ENVIRONMENT)
+    # torch's default port is taken everywhere, e.g. by a job that somebody runs by hand.
+    listen = "import socket, time; s = socket.create_server(('', 29500)); time.sleep(600)"
+    others = [box.popen(["python", "-c", listen]) for box in mesh.boxes]
     runs = [mesh.laptop.popen(["python", "train.py"], cwd=folder) for _ in range(2)]
     for run in runs:  # two jobs at once on the same hosts
         assert run.wait(120) == 0, run.output()
+    for other in others:
+        assert other.poll() is None, other.output()
+        other.kill()
+        other.wait()
     found = [json.loads(path.read_text()) for path in folder.rglob("env.json")]
     assert len(found) == 6
     boxes = {box.address for box in mesh.boxes}
     assert {env["MASTER_ADDR"] for env in found} <= boxes
     assert {env["GLOO_SOCKET_IFNAME"] for env in found} == {"eth0"}
     assert len({(env["MASTER_ADDR"], env["MASTER_PORT"]) for env in found}) == 2
+    assert {env["MASTER_PORT"] for env in found}.isdisjoint({"29500"})
+    assert {env["WORLD_SIZE"] for env in found} == {"3"}
     assert sorted(env["RANK"] for env in found) == ["0", "0", "1", "1", "2", "2"]
 
 
@@ -95,9 +116,11 @@ def test_cut_cable_fails_the_job_by_name(mesh: LanMesh, rank: int) -> None:
     )  # fmt: skip
     name = run.expect(rf"^\[{rank}\|(\S+)\] up", 60)[1]
     box = mesh.lan[name]
+    cut = time.monotonic()
     box.cut()
     try:
         assert run.wait(60) not in (0, 130), run.output()
+        print(f"failed {time.monotonic() - cut:.1f} s after the cut")
         assert re.search(rf"{name}.*lost|lost.*{name}", run.output()), run.output()
         # Cut off, it ends its own ranks when nobody renews its lease.
         until(lambda: not box.processes("time.sleep(600)"), 60)
