@@ -1,8 +1,10 @@
-"""Keeper and hosts against loss, delay, duplicates, crashes and stops, 200 seeds in virtual time.
+"""Keeper and hosts against loss, delay, duplicates, crashes, stops, and agents that come back.
 
-Promises: a node starts its ranks at most once; the job ends and every surviving node agrees that
-nothing of it is left; every reservation is freed; success means that every rank really finished;
-a rank that failed for its own reason is never passed over for one that lost its peer.
+500 seeds in virtual time; `--configurations N` plays N times as many. Promises: a node starts its
+ranks at most once, in all lives of its agent; the job ends and every surviving node agrees that
+nothing of it is left; every reservation is freed; success means that every rank really finished; a
+rank that failed for its own reason is never passed over for one that lost its peer; how a rank
+ended is recorded as it was, also if it ended while its agent was away.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from gpulayer_mesh.core import hosted, job
-from gpulayer_mesh.core.jobspec import HostPhase, HostReport, JobState
+from gpulayer_mesh.core.jobspec import HostPhase, HostReport, JobRecord, JobState
 from gpulayer_mesh.core.lease import Reservations
+from gpulayer_mesh.core.types import Grant
 from job_cases import JOB, ORDER, node, spec
 
 GLOO = "RuntimeError: gloo: Connection closed by peer"
@@ -28,7 +32,9 @@ class Node:
     def __init__(self, world: World, index: int) -> None:
         self.world = world
         self.index = index
-        self.up = True
+        self.up = True  # the machine
+        self.agent = True
+        self.shim_log: list[hosted.Event] = []  # on disk: what a new agent reads from the first
         self.starts = 0
         self.booked = Reservations(f"box-{index}", cpus=8)
         self.host = hosted.HostedJob(world.spec, index, now=world.now)
@@ -72,15 +78,50 @@ class Node:
 
     def tick(self) -> None:
         due = self.host.next_timeout()
-        if self.up and due is not None and self.world.now >= due:
+        if self.hears and due is not None and self.world.now >= due:
             self.handle(hosted.Tick())
+
+    @property
+    def hears(self) -> bool:
+        return self.up and self.agent
+
+    def said(self, event: hosted.Event) -> None:
+        """The shim writes something down; an agent that is there takes it up at once."""
+        self.shim_log.append(event)
+        if self.agent:
+            self.handle(event)
+
+    def kill_agent(self) -> None:
+        if self.hears:
+            self.agent = False
+            self.world.after(self.world.rng.choice([0.2, 3.0, 15.0]), self.new_agent)
+
+    def new_agent(self) -> None:
+        """Do what `JobHost._adopt` does."""
+        if not self.up or self.agent:
+            return
+        self.agent = True
+        world = self.world
+        over = self.index == 0 and world.keeper.stage is job.Stage.ENDED
+        self.booked = Reservations(f"box-{self.index}", cpus=8)
+        if self.starts and not over:
+            self.host = hosted.HostedJob.adopt(world.spec, self.index, now=world.now)
+            self.booked.adopt(Grant(JOB, world.spec.slots[self.index].processes, ()))
+            for event in list(self.shim_log):
+                self.handle(event)
+        else:
+            self.host = hosted.HostedJob(world.spec, self.index, now=world.now)
+            self.host.handle(world.now, hosted.StageFailed("its agent was started anew"))
+        self.wake(self.host.next_timeout())
+        if self.index == 0:
+            world.new_keeper()
 
     def start_ranks(self) -> None:
         if not self.up or self.shim != "running":
             return
         for rank in self.ranks:
             self.alive.add(rank)
-            self.handle(hosted.RankStarted(rank, 1000 + rank))
+            self.said(hosted.RankStarted(rank, 1000 + rank))
             end, code, tail = self.world.fate(rank)
             self.world.after(end, lambda r=rank, c=code, t=tail: self.exit_rank(r, c, t))
 
@@ -90,14 +131,14 @@ class Node:
         self.alive.remove(rank)
         if code == 0:
             self.finished.add(rank)
-        self.handle(hosted.RankExited(rank, code, stopped=stopped, tail=(tail,) if tail else ()))
+        self.said(hosted.RankExited(rank, code, stopped=stopped, tail=(tail,) if tail else ()))
         if code != 0:
             self.world.peers_notice(rank)
             if not stopped and self.world.failed_at is None:
                 self.world.failed_at = self.world.now
         if not self.alive and self.shim == "running":
             self.shim = "done"
-            self.world.after(0.1, lambda: self.up and self.handle(hosted.ShimDone()))
+            self.world.after(0.1, lambda: self.up and self.said(hosted.ShimDone()))
 
     def end_ranks(self) -> None:
         if not self.up or self.shim == "done":
@@ -106,7 +147,7 @@ class Node:
         for rank in sorted(self.alive):
             self.exit_rank(rank, 1, stopped=True)
         self.shim = "done"
-        self.world.after(0.1, lambda: self.up and self.handle(hosted.ShimDone()))
+        self.world.after(0.1, lambda: self.up and self.said(hosted.ShimDone()))
 
 
 class World:
@@ -130,6 +171,9 @@ class World:
         self.broken = False  # a node crashed or was cut off
         self.failed_at: float | None = None  # the first rank that failed by itself
         self.ended_at: float | None = None
+        self.saved: tuple[JobRecord, float] | None = None  # the keeper's record on disk, and when
+        self.gone = False  # the keeper's agent came back before the job went
+        self.agents_died = False
 
     # Time and messages
 
@@ -147,7 +191,7 @@ class World:
                 self.after(delay, lambda: self.deliver(source, target, action))
 
     def deliver(self, source: int, target: int, action: Callable[[], object]) -> None:
-        if not ({source, target} & self.cut and source != target) and self.nodes[target].up:
+        if not ({source, target} & self.cut and source != target) and self.nodes[target].hears:
             action()
 
     def run(self) -> None:
@@ -180,6 +224,11 @@ class World:
         self.broken = True
         self.cut.add(index)
 
+    def go(self) -> None:
+        """The launcher's order; the door takes it only where the job is staged."""
+        if self.nodes[0].hears and not self.gone:
+            self.decide(job.Go(ORDER))
+
     # The keeper's shell
 
     def keep(self, report: HostReport) -> None:
@@ -196,6 +245,7 @@ class World:
                     self.call(target, hosted.Stop(grace_s, kill))
                 case job.RecordChanged(record):
                     assert "canary" not in repr(record)
+                    self.saved = record, self.now
         self.keeper.check()
         if self.keeper.stage is job.Stage.ENDED and self.ended_at is None:
             self.ended_at = self.now
@@ -205,8 +255,21 @@ class World:
 
     def keeper_tick(self) -> None:
         due = self.keeper.next_timeout()
-        if self.nodes[0].up and due is not None and self.now >= due:
+        if self.nodes[0].hears and due is not None and self.now >= due:
             self.decide(job.Tick())
+
+    def new_keeper(self) -> None:
+        """Rebuild the keeper from its last record, as a new agent does."""
+        if self.keeper.stage is job.Stage.ENDED:
+            return
+        if self.saved is None:  # never went: the launcher finds nothing staged
+            self.keeper = job.KeptJob(self.spec, now=self.now)
+            self.gone = True
+        else:
+            record, at = self.saved
+            aged = replace(record, age_s=record.age_s + self.now - at)
+            self.keeper = job.KeptJob.resume(aged, now=self.now)
+        self.decide(job.Tick())
 
     def call(self, target: str, event: hosted.Event) -> None:
         index = next(i for i in range(len(self.nodes)) if node(i) == target)
@@ -221,7 +284,7 @@ class World:
             self.keep(report)
 
         def give_up() -> None:
-            if not answered and self.nodes[0].up:
+            if not answered and self.nodes[0].hears:
                 self.decide(job.ReportFailed(target, "timed out"))
 
         self.send(0, index, arrive)
@@ -235,9 +298,9 @@ def play(seed: int) -> World:
     for one in world.nodes:
         one.handle(hosted.StageBegan())
         # Staging may take longer than a start would be waited for, but not than the lease.
-        world.at(rng.uniform(0, 25), lambda n=one: n.up and n.handle(hosted.Staged()))
+        world.at(rng.uniform(0, 25), lambda n=one: n.hears and n.handle(hosted.Staged()))
     if rng.random() < 0.9:
-        world.at(rng.uniform(0, 20), lambda: world.decide(job.Go(ORDER)))
+        world.at(rng.uniform(0, 20), world.go)
     others = range(1, len(world.nodes))
     fault = rng.random()
     when = rng.uniform(0, 130)
@@ -254,7 +317,7 @@ def play(seed: int) -> World:
     if rng.random() < 0.3:
 
         def stop(kill: bool) -> None:
-            if world.nodes[0].up and world.ended_at is None:
+            if world.nodes[0].hears and world.ended_at is None:
                 world.asked_to_stop = True
                 world.decide(job.StopRequested("laptop", kill=kill))
 
@@ -262,6 +325,11 @@ def play(seed: int) -> World:
         world.at(at, lambda: stop(False))
         if rng.random() < 0.5:
             world.at(at + rng.uniform(0, 5), lambda: stop(True))
+    if rng.random() < 0.4:
+        world.agents_died = True
+        for _ in range(rng.randint(1, 4)):
+            dying = world.nodes[rng.randrange(len(world.nodes))]
+            world.at(rng.uniform(0, 130), dying.kill_agent)
     world.at(0.0, world.keeper_tick)
     world.decide(job.Tick())
     world.run()
@@ -293,16 +361,25 @@ def judge(world: World) -> None:
                 assert keeper.failure.rank in world.doomed
         case other:
             pytest.fail(f"ended as {other}")
-    calm = not world.broken and world.loss == 0 and world.slow <= 0.5
+    for report in keeper.record(world.now).reports:
+        one = next(one for one in world.nodes if node(one.index) == report.node)
+        truth = {e.rank: e for e in one.shim_log if isinstance(e, hosted.RankExited)}
+        if one.up and one.index not in world.cut and report.phase is HostPhase.ENDED:
+            for status in report.ranks:
+                if status.exit_code is not None or status.rank in truth:
+                    end = truth[status.rank]
+                    assert (status.exit_code, status.stopped) == (end.code, end.stopped), status
+    calm = not world.broken and not world.agents_died and world.loss == 0 and world.slow <= 0.5
     if calm and not world.asked_to_stop and world.failed_at is not None:
         assert world.ended_at - world.failed_at < 10.0
-    if not world.broken and not world.doomed and not world.asked_to_stop and world.loss < 0.3:
+    undisturbed = not world.broken and not world.agents_died
+    if undisturbed and not world.doomed and not world.asked_to_stop and world.loss < 0.3:
         assert keeper.state in (JobState.SUCCEEDED, JobState.CANCELLED)
 
 
-@pytest.mark.parametrize("batch", range(4))
-def test_every_job_ends_starts_once_and_frees_everything(batch: int) -> None:
-    for seed in range(batch * 50, batch * 50 + 50):
+@pytest.mark.configurations(5)
+def test_every_job_ends_starts_once_and_frees_everything(number: int) -> None:
+    for seed in range(number * 100, number * 100 + 100):
         world = play(seed)
         try:
             judge(world)

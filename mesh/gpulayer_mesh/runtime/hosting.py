@@ -410,7 +410,7 @@ class JobHost:
             machine = hosted.HostedJob.adopt(spec, index, now=now)
         else:
             machine = hosted.HostedJob(spec, index, now=now)
-            machine.handle(now, hosted.Release())
+            machine.handle(now, hosted.StageFailed("its agent was started anew before the job"))
         one = self.jobs[spec.id] = LiveJob(spec, signed, index, folder, machine, record)
         one.recorded = now - folder.record_age_s()
         one.begun.set()
