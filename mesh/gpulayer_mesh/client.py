@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -19,6 +20,7 @@ from urllib.parse import quote
 from gpulayer_mesh.core import wire
 from gpulayer_mesh.core.jobspec import JobRecord, JobSpec, OutputFile, Outputs
 from gpulayer_mesh.core.logrecord import LogRecord, RecordParser
+from gpulayer_mesh.core.tickets import Standing, Ticket, positions
 from gpulayer_mesh.core.types import Address, Addresses, NodeId, Snapshot
 from gpulayer_mesh.errors import (
     ConfigError,
@@ -26,6 +28,7 @@ from gpulayer_mesh.errors import (
     GpuLayerError,
     NoMeshError,
     NotAllowedError,
+    NotFoundError,
     RemovedError,
     TransportError,
 )
@@ -41,7 +44,17 @@ LOG_RETRY_S = (0.2, 0.5, 1.0, 2.0, 4.0)  # then each 4 s
 FETCH_RETRY_S = (0.2, 1.0, 3.0)
 RECORD_S = 5.0  # for one node's word on a job
 NEXT_S = 1.0  # without it, the next node is asked as well
+RETRY_FIND_S = 5.0
 JOBS_S = 3.0  # a member that does not answer by then is left out of the list
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """A job that waits."""
+
+    ticket: Ticket
+    position: int  # 1: nobody goes before it
+    nodes: tuple[NodeId, ...]  # where its ticket stands
 
 
 class MeshClient:
@@ -244,6 +257,70 @@ class MeshClient:
         missed = [e.name for e, r in zip(entries, results, strict=True) if r is not None]
         return reached, missed
 
+    async def find_again(self) -> None:
+        """Look for another member to ask, after the one we asked fell silent.
+
+        Raises:
+            DiscoveryError, NotAllowedError: as `connect`.
+        """
+        await self._find_entry(RETRY_FIND_S)
+
+    # -- the queue -------------------------------------------------------------------------------
+
+    async def tickets(self, node: NodeId) -> list[Ticket]:
+        """Return the tickets of jobs that wait on a node, oldest first."""
+        plain = await self.call(node, "GET", "/v1/tickets", deadline_s=JOBS_S)
+        return wire.decode_as(list[Ticket], plain)
+
+    async def stand(self, node: NodeId, ticket: Ticket) -> Standing:
+        """Register a ticket on a node or renew it."""
+        path = f"/v1/tickets/{ticket.job}"
+        plain = await self.call(node, "POST", path, ticket, deadline_s=JOBS_S)
+        return wire.decode_as(Standing, plain)
+
+    async def drop_ticket(self, node: NodeId, job: str) -> None:
+        """Take our ticket off a node."""
+        await self.call(node, "POST", f"/v1/tickets/{job}/drop", {}, deadline_s=JOBS_S)
+
+    async def queued(self) -> list[Queued]:
+        """Return the jobs that wait, the next one first."""
+        snapshot = await self.snapshot()
+        nodes = [m.node for m in snapshot.members if m.addresses]
+        answers = await asyncio.gather(*map(self.tickets, nodes), return_exceptions=True)
+        queues = {
+            node: answer
+            for node, answer in zip(nodes, answers, strict=True)
+            if not isinstance(answer, BaseException)
+        }
+        places = positions(queues.values())
+        newest: dict[str, Queued] = {}
+        for node, queue in queues.items():
+            for ticket in queue:
+                before = newest.get(ticket.job)
+                where = (*before.nodes, node) if before is not None else (node,)
+                newest[ticket.job] = Queued(ticket, places[ticket.job], where)
+        return sorted(newest.values(), key=lambda one: one.ticket.order)
+
+    async def stop_queued(self, job: Queued) -> bool:
+        """Take a job out of the queue; False if it has left it meanwhile.
+
+        Raises:
+            NotAllowedError: it is somebody else's.
+            TransportError: no node answered.
+        """
+        path = f"/v1/tickets/{job.ticket.job}/stop"
+        answers = await asyncio.gather(
+            *(self.call(node, "POST", path, {}, deadline_s=JOBS_S) for node in job.nodes),
+            return_exceptions=True,
+        )
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        if len(errors) < len(answers):  # its launcher asks all of them
+            return True
+        for error in errors:
+            if not isinstance(error, NotFoundError):
+                raise error
+        return False
+
     # -- jobs ------------------------------------------------------------------------------------
 
     def sign_spec(self, spec: JobSpec) -> bytes:
@@ -281,22 +358,38 @@ class MeshClient:
                     best[job.spec.id] = job
         return sorted(best.values(), key=lambda r: r.spec.submitted_at, reverse=True)
 
-    async def find_job(self, ident: str) -> JobRecord:
-        """Return the one job whose id starts with `ident`.
+    async def find(self, ident: str) -> JobRecord | Queued:
+        """Return the one job whose id starts with `ident`, also one that still waits.
 
         Raises:
             GpuLayerError: none or several. ConfigError: `ident` is empty.
         """
         if not ident:  # every id starts with it
             raise ConfigError("no job named", hint="`gpulayer jobs` lists them")
-        known = await self.jobs()
-        found = [record for record in known if record.spec.id.startswith(ident.lower())]
+        records, waiting = await asyncio.gather(self.jobs(), self.queued())
+        known: dict[str, JobRecord | Queued] = {one.ticket.job: one for one in waiting}
+        known |= {record.spec.id: record for record in records}
+        found = [job for job in known if job.startswith(ident.lower())]
         if len(found) == 1:
-            return found[0]
+            return known[found[0]]
         if not found:
             raise GpuLayerError(f"no job {ident!r}", hint="`gpulayer jobs` lists them")
-        names = ", ".join(record.spec.id for record in found[:5])
+        names = ", ".join(found[:5])
         raise GpuLayerError(f"job {ident!r} is ambiguous: {names}", hint="give more characters")
+
+    async def find_job(self, ident: str) -> JobRecord:
+        """Return the one job whose id starts with `ident`, if it has left the queue.
+
+        Raises:
+            As `find`.
+        """
+        found = await self.find(ident)
+        if isinstance(found, JobRecord):
+            return found
+        raise GpuLayerError(
+            f"job {found.ticket.job} is queued as #{found.position} and has not started",
+            hint=f"gpulayer stop {found.ticket.job}    (takes it out of the queue)",
+        )
 
     async def record(self, job: JobRecord) -> JobRecord:
         """Return the newest record, from the keeper or else from any participant.
@@ -336,7 +429,7 @@ class MeshClient:
         raise error
 
     async def stop(self, job: str, *, grace_s: float | None, kill: bool) -> JobRecord:
-        """Stop a job in whatever state it is; safe to repeat."""
+        """Stop a job that has left the queue, in whatever state it is; safe to repeat."""
         record = await self.find_job(job)
         body = {"grace_s": grace_s, "kill": kill}
         nodes = [record.keeper, *(s.node for s in record.spec.slots if s.node != record.keeper)]

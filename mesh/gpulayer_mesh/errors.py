@@ -143,6 +143,12 @@ class PlacementBusyError(PlacementError):
     exit_code = ExitCode.TIMED_OUT
 
 
+class StoppedError(GpuLayerError):
+    """Somebody stopped the job while it waited for its turn."""
+
+    exit_code = ExitCode.STOPPED_BY_USER
+
+
 class IllegalTransitionError(LocalProtocolError):
     """A state machine got an event its state does not allow; carries its recent history."""
 

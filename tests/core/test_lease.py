@@ -80,7 +80,7 @@ def test_expired_grant_makes_room_without_a_tick() -> None:
     box = gpu_box()
     box.grant(0.0, "gone", processes=1, devices=(0,))
     box.grant(LEASE_S, "next", processes=1, devices=(0,))
-    assert box.holder(0) == "next"
+    assert box.holder(0) == Grant("next", 1, (0,))
 
 
 def test_adopted_grant_does_not_expire() -> None:
@@ -103,7 +103,7 @@ def test_vanished_device_keeps_its_grant_but_gets_no_new_one() -> None:
     box = gpu_box()
     box.grant(0.0, "job", processes=1, devices=(3,))
     box.set_devices((0, 1))
-    assert box.holder(3) == "job"
+    assert box.holder(3) == Grant("job", 1, (3,))
     with pytest.raises(PlacementError, match="no device 3"):
         box.grant(0.0, "other", processes=1, devices=(3,))
 

@@ -159,8 +159,8 @@ def test_every_other_member_is_refused_with_its_reason() -> None:
         "suspect": ("is suspect: no answer for 3 s", False),
         "new": ("has no torch, or is still testing it", False),
         "plain": ("has no cuda device", True),
-        "held": ("2 cuda devices asked, 1 free: busy with job k7f2", False),
-        "gamer": ("2 cuda devices asked, 1 free: busy with other programs", False),
+        "held": ("busy with job k7f2 (2 cuda devices asked, 1 free)", False),
+        "gamer": ("busy with other programs (2 cuda devices asked, 1 free)", False),
         "broken": ("its torch 2.13.0+cpu cannot drive cuda", True),
     }
     assert {r.node: (r.reason, r.for_ever) for r in found.refused} == expected
@@ -170,7 +170,7 @@ def test_every_other_member_is_refused_with_its_reason() -> None:
 def test_never_and_busy_are_told_apart() -> None:
     held = member("held", caps(1), grants=(Grant("k7f2", 1, (0,)),))
     error = busy(Request(nodes=2, accelerator=CUDA), mesh(member("a", caps(1)), held))
-    assert "1 free now: held 1 cuda devices asked, 0 free: busy with job k7f2" in error.message
+    assert "1 free now: held busy with job k7f2 (1 cuda devices asked, 0 free)" in error.message
     error = never(Request(nodes=3, accelerator=CUDA), mesh(member("a", caps(1)), held))
     assert "only 2 of the mesh's 2 members" in error.message
     assert never(Request(), mesh()).refusals == ()

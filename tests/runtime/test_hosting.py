@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from gpulayer_mesh.core.lease import Reservations
 from gpulayer_mesh.core.logrecord import RecordParser
 from gpulayer_mesh.core.manifest import Entry, Manifest, pack_manifest
 from gpulayer_mesh.core.roster import Roster, RosterBook
+from gpulayer_mesh.core.tickets import Ticket
 from gpulayer_mesh.core.types import Accelerator, Addresses, NodeId, Role
 from gpulayer_mesh.errors import (
     GpuLayerError,
@@ -126,6 +128,9 @@ class Mesh:
             "stop_grace_s": 2.0,
         }
         return JobSpec(**(known | fields))  # type: ignore[arg-type]
+
+    def ticket(self, number: int = 1, job: str = JOB, by: str = "laptop") -> Ticket:
+        return Ticket(number, job, self.node(by), by, "train.py", "1 node")
 
     def sign(self, spec: JobSpec, by: str = "laptop", **fields: Any) -> bytes:
         known = {
@@ -287,7 +292,8 @@ class Box:
         one = self.host.jobs.get(JOB)
         papers = sorted(str(path) for path in (self.home / "jobs").rglob("*"))
         known = one and (one.report(), one.record, one.kept, one.manifest)
-        return known, papers, self.reservations.grants
+        tickets = self.host.tickets.all(time.monotonic())
+        return known, papers, self.reservations.grants, tickets
 
     @property
     def work(self) -> Path:
@@ -344,7 +350,7 @@ async def test_forged_job_reserves_nothing(mesh: Mesh, case: str) -> None:
     error, forge = FORGED[case]
     with pytest.raises(error):
         await box.ask("laptop", "POST", "reserve", {"spec": forge(mesh)})
-    assert box.seen() == (None, [], ())
+    assert box.seen() == (None, [], (), ())
 
 
 async def test_worker_may_not_launch_whatever_it_signs(mesh: Mesh) -> None:
@@ -355,7 +361,7 @@ async def test_worker_may_not_launch_whatever_it_signs(mesh: Mesh) -> None:
     # Nor by the hand of somebody who may.
     with pytest.raises(NotAllowedError):
         await box.ask("other", "POST", "reserve", {"spec": signed})
-    assert box.seen() == (None, [], ())
+    assert box.seen() == (None, [], (), ())
 
 
 async def test_launcher_without_the_worker_role_takes_no_job(mesh: Mesh) -> None:
@@ -373,6 +379,7 @@ async def test_reserve_may_be_repeated_until_the_job_has_ended(mesh: Mesh) -> No
     other = mesh.sign(mesh.spec(argv=(b"other.py",)))
     with pytest.raises(RemoteProtocolError, match="was here before"):
         await box.ask("laptop", "POST", "reserve", {"spec": other})
+    await mesh.stage(mesh.spec(), HostPhase.STAGING)
     await box.ask("laptop", "POST", "release")
     assert box.reservations.grants == ()
     with pytest.raises(RemoteProtocolError, match="was here before"):
@@ -384,12 +391,43 @@ async def test_reserve_may_be_repeated_until_the_job_has_ended(mesh: Mesh) -> No
     assert box.reservations.grants == ()
 
 
+@pytest.mark.parametrize("restart", [False, True])
+async def test_reservation_given_back_leaves_nothing_and_may_be_tried_again(
+    mesh: Mesh, restart: bool
+) -> None:
+    (box,) = await mesh.start("box-0")
+    await mesh.stage(mesh.spec(), HostPhase.RESERVED)
+    if restart:
+        box = await box.restart()
+    else:
+        await box.ask("laptop", "POST", "release")
+    assert box.seen() == (None, [], (), ())
+    await mesh.stage(mesh.spec(attempt=1), HostPhase.RESERVED)
+    assert box.phase() is HostPhase.RESERVED
+
+
+async def test_only_a_newer_try_takes_the_place_of_a_reservation(mesh: Mesh) -> None:
+    (box,) = await mesh.start("box-0")
+    await mesh.stage(mesh.spec(attempt=1), HostPhase.RESERVED)
+    with pytest.raises(RemoteProtocolError, match="was here before"):  # a late copy
+        await mesh.stage(mesh.spec(attempt=0), HostPhase.RESERVED)
+    spec = mesh.spec(attempt=2, submitter=mesh.node("other"), submitter_name="other")
+    signed = mesh.sign(spec, "other")
+    with pytest.raises(RemoteProtocolError, match="was here before"):
+        await box.ask("other", "POST", "reserve", {"spec": signed})
+    slots = (Slot(box.node, "box-0", 2),)
+    await mesh.stage(mesh.spec(attempt=2, slots=slots), HostPhase.STAGING)
+    assert [grant.processes for grant in box.reservations.grants] == [2]
+    with pytest.raises(RemoteProtocolError, match="was here before"):  # it has begun
+        await mesh.stage(mesh.spec(attempt=3), HostPhase.RESERVED)
+
+
 async def test_busy_node_names_the_holder(mesh: Mesh) -> None:
     (box,) = await mesh.start("box-0", cpus=1)
     await mesh.stage(mesh.spec(), HostPhase.RESERVED)
     second = "1" * 10
     signed = mesh.sign(mesh.spec(id=second))
-    with pytest.raises(PlacementBusyError, match=f"busy with job {JOB}"):
+    with pytest.raises(PlacementBusyError, match=f"busy with job {JOB} from laptop"):
         await box.ask("laptop", "POST", f"/v1/jobs/{second}/reserve", {"spec": signed})
     assert list(box.host.jobs) == [JOB]
     assert not (box.home / "jobs" / second).exists()
@@ -400,6 +438,10 @@ async def test_busy_node_names_the_holder(mesh: Mesh) -> None:
 EVERYBODY = {"laptop", "box-0", "box-2", "boss", "other"}
 JOBS = {"laptop", "box-0", "box-2"}  # the submitter, the keeper, another participant
 RIGHTS = {
+    "GET /v1/tickets": EVERYBODY,
+    f"POST /v1/tickets/{JOB}": {"laptop"},
+    f"POST /v1/tickets/{JOB}/drop": {"laptop"},
+    f"POST /v1/tickets/{JOB}/stop": {"laptop", "boss"},
     "GET /v1/jobs": EVERYBODY,
     "GET ": EVERYBODY,
     "GET logs": EVERYBODY,
@@ -444,9 +486,12 @@ async def test_member_may_do_what_its_place_in_the_job_allows(
     await box.ask("laptop", "POST", "reserve", {"spec": mesh.sign(spec)})
     await box.ask("laptop", "POST", "manifest", raw=MANIFEST)
     await box.ask("laptop", "PUT", f"/v1/chunks/{CHUNK.hex()}", raw=CONTENT, job=JOB)
+    ticket = mesh.ticket()
+    await box.ask("laptop", "POST", f"/v1/tickets/{JOB}", ticket)
     before = box.seen()
     method, path = request_.split(" ")
-    body = {"spec": mesh.sign(spec)} if path == "reserve" else None
+    bodies = {"reserve": {"spec": mesh.sign(spec)}, f"/v1/tickets/{JOB}": ticket}
+    body = bodies.get(path)
     try:
         await box.ask(who, method, path, body, job=JOB)
         refused = False
@@ -461,11 +506,78 @@ async def test_member_may_do_what_its_place_in_the_job_allows(
 
 async def test_unknown_job_is_not_found(mesh: Mesh) -> None:
     (box,) = await mesh.start("box-0")
-    for request_ in RIGHTS.keys() - {"GET /v1/jobs", "POST reserve"}:
+    made = {f"POST /v1/tickets/{JOB}", f"POST /v1/tickets/{JOB}/drop", "POST reserve"}
+    for request_ in RIGHTS.keys() - {"GET /v1/jobs", "GET /v1/tickets"} - made:
         method, path = request_.split(" ")
         who = sorted(RIGHTS[request_])[-1]
         with pytest.raises(NotFoundError):
             await box.ask(who, method, path, job=JOB)
+
+
+# --- the queue -----------------------------------------------------------------------------------
+
+OLDER, YOUNGER = "1" * 10, "2" * 10
+
+
+async def test_ticket_keeps_the_node_for_its_job_until_it_is_dropped(mesh: Mesh) -> None:
+    (box,) = await mesh.start("box-0")
+    await box.ask("laptop", "POST", f"/v1/tickets/{OLDER}", mesh.ticket(1, OLDER))
+    standing = await box.ask("other", "POST", f"/v1/tickets/{JOB}", mesh.ticket(2, JOB, "other"))
+    assert [ticket.job for ticket in standing.ahead] == [OLDER]
+    with pytest.raises(PlacementBusyError, match=f"kept for job {OLDER} from laptop, which came"):
+        await mesh.stage(mesh.spec(), HostPhase.RESERVED)
+    assert box.reservations.grants == ()
+    await box.ask("laptop", "POST", f"/v1/tickets/{OLDER}/drop")
+    signed = mesh.sign(mesh.spec(id=YOUNGER))  # it has never waited
+    with pytest.raises(PlacementBusyError, match=f"kept for job {JOB} from other"):
+        await box.ask("laptop", "POST", f"/v1/jobs/{YOUNGER}/reserve", {"spec": signed})
+    assert [ticket.job for ticket in await box.ask("boss", "GET", "/v1/tickets")] == [JOB]
+
+
+async def test_ticket_carries_the_name_that_the_roster_has(mesh: Mesh) -> None:
+    (box,) = await mesh.start("box-0")
+    ticket = replace(mesh.ticket(), submitter_name="somebody")
+    await box.ask("laptop", "POST", f"/v1/tickets/{JOB}", ticket)
+    assert (await box.ask("boss", "GET", "/v1/tickets"))[0].submitter_name == "laptop"
+    with pytest.raises(NotAllowedError):
+        await box.ask("laptop", "POST", f"/v1/tickets/{OLDER}", ticket)
+    with pytest.raises(NotAllowedError):
+        await box.ask("box-1", "POST", f"/v1/tickets/{OLDER}", mesh.ticket(1, OLDER, "box-1"))
+    with pytest.raises(NotAllowedError):
+        await box.ask("other", "POST", f"/v1/tickets/{JOB}/drop")
+    assert len(await box.ask("boss", "GET", "/v1/tickets")) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"number": 0}, {"number": 2**60}, {"job": "x"}, {"why": "x" * 257}, {"name": 1}]
+)
+async def test_malformed_ticket_is_refused(mesh: Mesh, wrong: dict[str, object]) -> None:
+    (box,) = await mesh.start("box-0")
+    body = wire.unpack(wire.pack(mesh.ticket())) | wrong
+    with pytest.raises(RemoteProtocolError):
+        await box.ask("laptop", "POST", f"/v1/tickets/{JOB}", body)
+    with pytest.raises(RemoteProtocolError):
+        await box.ask("laptop", "POST", "/v1/tickets/no-job-id/drop")
+    assert await box.ask("boss", "GET", "/v1/tickets") == ()
+
+
+async def test_stopped_ticket_cannot_reserve_and_its_launcher_is_told(mesh: Mesh) -> None:
+    (box,) = await mesh.start("box-0")
+    await box.ask("laptop", "POST", f"/v1/tickets/{JOB}", mesh.ticket())
+    await box.ask("boss", "POST", f"/v1/tickets/{JOB}/stop")
+    with pytest.raises(PlacementBusyError, match="stopped by boss"):
+        await mesh.stage(mesh.spec(), HostPhase.RESERVED)
+    assert (await box.ask("laptop", "POST", f"/v1/tickets/{JOB}", mesh.ticket())).stopped == "boss"
+    assert await box.ask("boss", "GET", "/v1/tickets") == ()
+
+
+async def test_removed_launcher_waits_for_nothing(mesh: Mesh) -> None:
+    (box,) = await mesh.start("box-0")
+    await box.ask("laptop", "POST", f"/v1/tickets/{OLDER}", mesh.ticket(1, OLDER))
+    await box.ask("other", "POST", f"/v1/tickets/{JOB}", mesh.ticket(2, JOB, "other"))
+    mesh.remove("laptop")
+    box.host.enforce()
+    assert [ticket.job for ticket in await box.ask("boss", "GET", "/v1/tickets")] == [JOB]
 
 
 # --- before the start ----------------------------------------------------------------------------
@@ -641,7 +753,7 @@ async def test_removing_the_keeper_fails_the_job_at_once(mesh: Mesh) -> None:
 
 async def test_viewer_waits_for_the_start_and_leaves_without_one(mesh: Mesh) -> None:
     (box,) = await mesh.start("box-0")
-    await mesh.stage(mesh.spec(), HostPhase.RESERVED)
+    await mesh.stage(mesh.spec(), HostPhase.STAGING)
     assert await box.log(follow=False) == b""
     viewer = asyncio.create_task(box.log())
     await box.ask("laptop", "POST", "release")

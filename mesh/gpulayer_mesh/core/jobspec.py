@@ -86,6 +86,9 @@ class JobSpec:
     stop_grace_s: Annotated[float, Meta(ge=0, le=86400)] = 30.0
     # Which Trainer call of the script this job executes; None: the script is a plain job.
     call: Annotated[int, Meta(ge=0, le=10000)] | None = None
+    # How often the launcher had tried to reserve before: where a job waits, slots change between
+    # tries, and a node must know which of two is the newer one.
+    attempt: Annotated[int, Meta(ge=0, le=2**31)] = 0
 
 
 @dataclass(frozen=True, slots=True)

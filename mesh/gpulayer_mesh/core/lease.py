@@ -53,11 +53,13 @@ class Reservations:
         *,
         processes: int,
         devices: tuple[int, ...] = (),
+        owner: str = "",
         busy: Collection[int] = (),
     ) -> Grant:
         """Grant all of it, or nothing; asking again for the same only renews.
 
         Args:
+            owner: the submitter's name, for messages.
             busy: devices in use by processes that are not ours.
 
         Raises:
@@ -65,11 +67,14 @@ class Reservations:
             PlacementError: this node could never grant it.
             RemoteProtocolError: the job already holds something else here.
         """
-        wanted = Grant(job, processes, devices)
+        wanted = Grant(job, processes, devices, owner)
         known = self._grants.get(job)
         if known is not None:
             if known != wanted:
-                raise RemoteProtocolError(f"job {job} already holds {known} on {self._node!r}")
+                raise RemoteProtocolError(
+                    f"job {job} already holds {known.processes} processes on {known.devices} of "
+                    f"{self._node!r}"
+                )
             self.renew(now, job)
             return known
         self.expire(now)
@@ -89,15 +94,15 @@ class Reservations:
         for index in devices:
             holder = self.holder(index)
             if holder is not None:
-                raise self._refuse(f"device {index} is busy with job {holder}", for_ever=False)
+                raise self._refuse(f"device {index} is busy with {holder}", for_ever=False)
             if index in busy:
                 raise self._refuse(f"device {index} is in use by another program", for_ever=False)
         cpu_grants = [g for g in self._grants.values() if not g.devices]
         used = sum(g.processes for g in cpu_grants)
         if not devices and used + processes > self._cpus:
-            holders = ", ".join(g.job for g in cpu_grants)
+            holders = ", ".join(map(str, cpu_grants))
             raise self._refuse(
-                f"{self._cpus - used} of {self._cpus} CPU processes free, busy with job {holders}",
+                f"{self._cpus - used} of {self._cpus} CPU processes free, busy with {holders}",
                 for_ever=False,
             )
         if len(self._grants) >= GRANTS_MAX:
@@ -106,9 +111,9 @@ class Reservations:
         self._until[job] = now + LEASE_S
         return wanted
 
-    def holder(self, device: int) -> str | None:
-        """Return the job that holds a device."""
-        return next((g.job for g in self._grants.values() if device in g.devices), None)
+    def holder(self, device: int) -> Grant | None:
+        """Return the grant that a device belongs to."""
+        return next((g for g in self._grants.values() if device in g.devices), None)
 
     def renew(self, now: float, job: str) -> bool:
         """Prolong a lease; False when the job holds nothing here (any more)."""

@@ -12,7 +12,7 @@ nodes have the last word.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +21,9 @@ from gpulayer_mesh.core.types import (
     Accelerator,
     Capabilities,
     Device,
+    Grant,
     MemberSnapshot,
+    NodeId,
     NodeState,
     Role,
     Snapshot,
@@ -30,6 +32,7 @@ from gpulayer_mesh.errors import ConfigError, PlacementBusyError, PlacementError
 
 NODES_MAX = 1024  # slots of a job spec
 PROCESSES_MAX = 1024  # of one slot
+_HOLDERS = 3  # jobs named per busy node; its own list has the others
 # What "auto" tries in turn. MPS has no collectives, so it only serves one process.
 _PREFERENCE = (Accelerator.CUDA, Accelerator.ROCM, Accelerator.MPS, Accelerator.CPU)
 _LINK_SCORE = {"NV": 100, "PIX": 5, "PXB": 4, "PHB": 3, "NODE": 2, "SYS": 1}
@@ -114,8 +117,11 @@ class _Attempt:
         return len(self.fits) + sum(not refusal.for_ever for refusal in self.refused)
 
 
-def plan(request: Request, snapshot: Snapshot) -> Plan:
+def plan(request: Request, snapshot: Snapshot, kept: Mapping[NodeId, str] | None = None) -> Plan:
     """Choose nodes and devices.
+
+    Args:
+        kept: nodes that are not for this job yet, and why: somebody else comes first there.
 
     Raises:
         ConfigError: the request itself makes no sense.
@@ -123,18 +129,9 @@ def plan(request: Request, snapshot: Snapshot) -> Plan:
         PlacementError: it can never be placed on the mesh as it is.
     """
     _check_request(request)
-    wanted = _target(request.target, snapshot)
-    attempts: list[_Attempt] = []
-    for accelerator in _accelerators(request):
-        attempt = _agreeing(_look(request, accelerator, snapshot, wanted), request)
-        if len(attempt.fits) >= request.nodes:
-            return _choose(attempt, request, passed_over=attempts)
-        attempts.append(attempt)
-        if attempt.ever >= request.nodes:
-            break
-    else:
-        # Nothing fits for certain; the accelerator that comes closest explains best.
-        attempt = max(reversed(attempts), key=lambda a: (a.hoped >= request.nodes, a.hoped))
+    attempt, passed_over = _survey(request, snapshot, kept or {})
+    if len(attempt.fits) >= request.nodes:
+        return _choose(attempt, request, passed_over=passed_over)
     refusals = tuple(attempt.refused)
     counted = tuple(fit.member.name for fit in attempt.fits)
     if attempt.hoped >= request.nodes:
@@ -152,6 +149,35 @@ def plan(request: Request, snapshot: Snapshot) -> Plan:
         counted=counted,
         hint="`gpulayer mesh status` shows what each node has",
     )
+
+
+def candidates(
+    request: Request, snapshot: Snapshot, kept: Mapping[NodeId, str] | None = None
+) -> tuple[NodeId, ...]:
+    """Return all nodes that could take part, busy ones included; none if they are too few.
+
+    Too few means that nobody knows yet whether the request can ever run.
+    """
+    attempt, _ = _survey(request, snapshot, kept or {})
+    if attempt.ever < request.nodes:
+        return ()
+    return tuple(fit.member.node for fit in (*attempt.fits, *attempt.later))
+
+
+def _survey(
+    request: Request, snapshot: Snapshot, kept: Mapping[NodeId, str]
+) -> tuple[_Attempt, list[_Attempt]]:
+    """Return the mesh seen with the accelerator to use, and those passed over before it."""
+    wanted = _target(request.target, snapshot)
+    attempts: list[_Attempt] = []
+    for accelerator in _accelerators(request):
+        attempt = _agreeing(_look(request, accelerator, snapshot, wanted, kept), request)
+        if attempt.ever >= request.nodes:
+            return attempt, attempts
+        attempts.append(attempt)
+    # Nothing fits for certain; the accelerator that comes closest explains best.
+    best = max(reversed(attempts), key=lambda a: (a.hoped >= request.nodes, a.hoped))
+    return best, attempts
 
 
 def _check_request(request: Request) -> None:
@@ -232,6 +258,7 @@ def _look(
     accelerator: Accelerator,
     snapshot: Snapshot,
     wanted: Callable[[MemberSnapshot], tuple[bool, bool]],
+    kept: Mapping[NodeId, str],
 ) -> _Attempt:
     attempt = _Attempt(accelerator, [], [], [])
     for member in snapshot.members:
@@ -245,6 +272,8 @@ def _look(
             attempt.refused.append(Refusal(member.name, "has not told what it has yet", False))
             continue
         devices, processes, why = _part(request, accelerator, member, caps)
+        if member.node in kept and (why is None or not why[1]):
+            why = (kept[member.node], False)
         if member.node == snapshot.answered_by:
             rtt_ms = 0.0
         else:
@@ -308,12 +337,8 @@ def _part(
         if processes > caps.cpus:
             return (), processes, (f"{processes} processes asked, it has {caps.cpus} CPUs", True)
         if processes > free:
-            jobs = ", ".join(grant.job for grant in holders)
-            return (
-                (),
-                processes,
-                (f"{processes} processes asked, {max(0, free)} free: busy with job {jobs}", False),
-            )
+            count = f"{processes} processes asked, {max(0, free)} free"
+            return (), processes, (f"busy with {_named(holders)} ({count})", False)
         return (), processes, None
     present = [device for device in caps.devices if device.kind is accelerator]
     asked = max(1, len(present)) if request.devices == "auto" else request.devices
@@ -322,26 +347,24 @@ def _part(
         if not present:
             return (), asked, (f"has no {kind}", True)
         return (), asked, (f"{asked} {kind}s asked, it has {len(present)}", True)
-    held = {index: grant.job for grant in member.grants for index in grant.devices}
+    held = {index: grant for grant in member.grants for index in grant.devices}
     free_devices = tuple(d for d in present if d.index not in held and not d.busy_pids)
     if request.devices == "auto":
         asked = max(1, len(free_devices))
     if accelerator is Accelerator.MPS:
         asked = 1
     if len(free_devices) < asked:
-        by = [f"job {job}" for job in sorted({held[d.index] for d in present if d.index in held})]
+        by = _named(list(dict.fromkeys(held[d.index] for d in present if d.index in held)))
         if any(d.busy_pids and d.index not in held for d in present):
-            by.append("other programs")
-        return (
-            (),
-            asked,
-            (
-                f"{asked} {accelerator.value} devices asked, {len(free_devices)} free: busy with "
-                + ", ".join(by),
-                False,
-            ),
-        )
+            by = f"{by}, other programs" if by else "other programs"
+        count = f"{asked} {accelerator.value} devices asked, {len(free_devices)} free"
+        return (), asked, (f"busy with {by} ({count})", False)
     return free_devices, asked, None
+
+
+def _named(grants: Sequence[Grant]) -> str:
+    more = f" and {len(grants) - _HOLDERS} more" if len(grants) > _HOLDERS else ""
+    return ", ".join(map(str, grants[:_HOLDERS])) + more
 
 
 def _versions(fit: _Fit) -> tuple[str, str]:
@@ -506,11 +529,17 @@ def _warnings(chosen: Sequence[_Fit], slots: Sequence[Slot]) -> tuple[str, ...]:
     return tuple(warnings)
 
 
-def _what(request: Request, accelerator: Accelerator | None) -> str:
+def needs(request: Request) -> str:
+    """Say how much is asked for: "3 nodes with 2 devices each"."""
     nodes = f"{request.nodes} node{'s' if request.nodes > 1 else ''}"
-    each = "" if request.devices == "auto" else f" with {request.devices} devices each"
+    if request.devices == "auto" or request.devices == 1:
+        return nodes
+    return f"{nodes} with {request.devices} devices each"
+
+
+def _what(request: Request, accelerator: Accelerator | None) -> str:
     kind = "" if accelerator is None else f" ({accelerator.value})"
-    return f"asked for {nodes}{each}{kind}"
+    return f"asked for {needs(request)}{kind}"
 
 
 def _holders(refused: Sequence[Refusal]) -> str:

@@ -147,6 +147,10 @@ class Grant:
     job: Annotated[str, Meta(max_length=32)]
     processes: Annotated[int, Meta(ge=1, le=1024)]
     devices: Annotated[tuple[int, ...], Meta(max_length=64)] = ()
+    owner: Annotated[str, Meta(max_length=63)] = ""  # the submitter's name, for messages
+
+    def __str__(self) -> str:
+        return f"job {self.job} from {self.owner}" if self.owner else f"job {self.job}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,8 @@ from gpulayer_mesh.core.jobspec import (
 from gpulayer_mesh.core.lease import Reservations
 from gpulayer_mesh.core.rankenv import HostContext, rank_argv, rank_environment
 from gpulayer_mesh.core.roster import RosterBook
-from gpulayer_mesh.core.types import Device, Grant, NodeId
+from gpulayer_mesh.core.tickets import Tickets
+from gpulayer_mesh.core.types import Device, Grant, NodeId, Role
 from gpulayer_mesh.errors import (
     GpuLayerError,
     PlacementBusyError,
@@ -81,6 +82,7 @@ class JobHost:
     def __init__(self, site: Site) -> None:
         self.site = site
         self.jobs: dict[str, LiveJob] = {}  # read only for others
+        self.tickets = Tickets(site.name)
         self._wake = asyncio.Event()
         self._background = Background(log)
 
@@ -108,6 +110,7 @@ class JobHost:
     def enforce(self) -> None:
         """End, without grace, what the roster no longer covers; call it when it has changed."""
         book = self.site.book
+        self.tickets.keep([node for node in book.members if Role.LAUNCHER in book.roles(node)])
         for one in list(self.jobs.values()):
             gone = self.site.node if self.site.node not in book else one.spec.submitter
             if gone not in book and not one.ended:
@@ -124,16 +127,21 @@ class JobHost:
         """Grant what a checked job asks of this node; asking again only renews.
 
         Raises:
-            PlacementError, PlacementBusyError: not (now).
+            PlacementError, PlacementBusyError: not (now), or others came first.
             RemoteProtocolError: the job was here before.
             GpuLayerError: the disk refuses.
         """
         known = self.jobs.get(spec.id)
-        if known is not None:
-            if known.signed != signed or known.ended:
-                raise RemoteProtocolError(f"job {spec.id} was here before")
+        if known is not None and known.signed == signed and not known.ended:
             self.touch(known)
             return known
+        now = time.monotonic()
+        if known is not None:
+            newer = spec.attempt > known.spec.attempt and spec.submitter == known.spec.submitter
+            if known.machine.phase is not HostPhase.RESERVED or not newer:
+                raise RemoteProtocolError(f"job {spec.id} was here before")
+            self.release(known)  # of a try whose launcher could not take it back
+        self.tickets.admit(now, spec.id, spec.submitter)
         live = sum(not one.ended for one in self.jobs.values())
         if live >= JOBS_LIVE_MAX:
             reason = f"holds {live} jobs already"
@@ -142,9 +150,13 @@ class JobHost:
             )
         slot = spec.slots[slot_index]
         busy = [device.index for device in self.site.devices() if device.busy_pids]
-        now = time.monotonic()
         self.site.reservations.grant(
-            now, spec.id, processes=slot.processes, devices=slot.devices, busy=busy
+            now,
+            spec.id,
+            processes=slot.processes,
+            devices=slot.devices,
+            owner=spec.submitter_name,
+            busy=busy,
         )
         try:
             folder = JobFolder.create(self.site.home / "jobs" / spec.id, signed)
@@ -170,7 +182,7 @@ class JobHost:
     def release(self, one: LiveJob) -> None:
         """The launcher gives up before the start."""
         self.on_host(one, hosted.Release())
-        if one.ended and one.record.state not in OVER:
+        if one.ended and one.record.state not in OVER and one.spec.id in self.jobs:
             self._cancelled(one, "not started")
 
     def become_keeper(self, one: LiveJob, order: GoOrder) -> None:
@@ -187,6 +199,7 @@ class JobHost:
 
     def on_host(self, one: LiveJob, event: hosted.Event) -> None:
         """Tell this node's part of a job what happened."""
+        reserved = one.machine.phase is HostPhase.RESERVED
         for effect in one.machine.handle(time.monotonic(), event):
             match effect:
                 case hosted.StartShim(order):
@@ -212,7 +225,15 @@ class JobHost:
                     assert_never(effect)
         if one.machine.phase not in BEFORE_START:
             one.begun.set()
+        if reserved and one.ended and isinstance(event, hosted.Release | hosted.Tick):
+            self._forget(one)
         self._wake.set()
+
+    def _forget(self, one: LiveJob) -> None:
+        """Drop a reservation that came to nothing: it was no job yet, lists must not fill up with
+        the tries of one that waits, and its next try has the same id."""
+        self.jobs.pop(one.spec.id, None)
+        shutil.rmtree(one.path, ignore_errors=True)  # one small file
 
     def _keeper_lost(self, one: LiveJob, why: str) -> None:
         """Answer viewers in the keeper's place: rank 0 is gone, so the job has failed.
@@ -402,6 +423,9 @@ class JobHost:
         spec = open_spec(signed, self.site.book)
         index = slot_of(spec, self.site.node)
         manifest = folder.manifest(spec)
+        if manifest is None and folder.record() is None:  # a reservation, as in `_forget`
+            shutil.rmtree(folder.path, ignore_errors=True)
+            return
         record = folder.record() or JobRecord(spec, JobState.PLACING, spec.slots[0].node)
         # A shim that ended meanwhile is taken over as well: its events tell how.
         adopted = record.state not in OVER and self.site.shims.adopt(folder.path)
@@ -418,7 +442,8 @@ class JobHost:
             one.take_manifest(manifest)
         if adopted:
             slot = spec.slots[index]
-            self.site.reservations.adopt(Grant(spec.id, slot.processes, slot.devices))
+            grant = Grant(spec.id, slot.processes, slot.devices, spec.submitter_name)
+            self.site.reservations.adopt(grant)
             self._background.spawn(self._watch_shim(one))
         if record.state in OVER:
             return

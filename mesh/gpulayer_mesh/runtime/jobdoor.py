@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -20,11 +21,13 @@ from gpulayer_mesh.core.jobspec import (
     GoOrder,
     HostPhase,
     HostReport,
+    JobId,
     JobRecord,
     JobSpec,
     Outputs,
 )
 from gpulayer_mesh.core.manifest import CHUNK_BYTES, check_path, open_manifest
+from gpulayer_mesh.core.tickets import Standing, Ticket
 from gpulayer_mesh.core.types import NodeId, Role
 from gpulayer_mesh.errors import (
     GpuLayerError,
@@ -41,12 +44,18 @@ from gpulayer_mesh.runtime.staging import CHUNK_WAIT_S, StageOrder, Staging
 
 FILE_PIECE_BYTES = 256 * 1024  # of an output file per write: bounded memory, few wake-ups
 RANKS_MAX = 1024  # named in one request for logs
+TICKET_BYTES = 8 * 1024  # three short texts of at most 1 KiB each, and ids
 
 
 @dataclass(frozen=True, slots=True)
 class _StopOrder:
     grace_s: Annotated[float, Meta(ge=0, le=86400)] | None
     kill: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _JobRef:
+    job: JobId
 
 
 class JobDoor:
@@ -78,6 +87,10 @@ class JobDoor:
         one, launcher = "/v1/jobs/{id}", Role.LAUNCHER
         large, order = wire.BODY_MAX, wire.SPEC_MAX + 1024
         return [
+            Route("GET", "/v1/tickets", self.list_tickets),
+            Route("POST", "/v1/tickets/{id}", self.take_ticket, launcher, TICKET_BYTES),
+            Route("POST", "/v1/tickets/{id}/drop", self.drop_ticket, launcher, TICKET_BYTES),
+            Route("POST", "/v1/tickets/{id}/stop", self.stop_ticket, None, TICKET_BYTES),
             Route("GET", "/v1/jobs", self.list_jobs),
             Route("GET", one, self.get_job),
             Route("POST", one + "/reserve", self.reserve, launcher, order),
@@ -99,6 +112,39 @@ class JobDoor:
             Route("GET", one + "/files", self.files),
             Route("GET", one + "/file", self.file),
         ]
+
+    # --- the queue -------------------------------------------------------------------------------
+
+    async def list_tickets(self, request: DoorRequest) -> tuple[Ticket, ...]:
+        return self._host.tickets.all(time.monotonic())
+
+    async def take_ticket(self, request: DoorRequest) -> Standing:
+        """Register the ticket of a job that waits, or renew it."""
+        ticket = wire.decode_as(Ticket, wire.unpack(request.body))
+        if ticket.submitter != request.peer or ticket.job != request.params["id"]:
+            raise NotAllowedError("a ticket may only be registered by who submits its job")
+        # What others are told is the roster's name, whatever the ticket says.
+        ticket = replace(ticket, submitter_name=self._site.book.members[request.peer].name)
+        standing = self._host.tickets.take(time.monotonic(), ticket)
+        return replace(standing, grants=self._site.reservations.grants)
+
+    async def drop_ticket(self, request: DoorRequest) -> None:
+        """The job has its nodes, or its launcher gave up; safe to repeat."""
+        now, job = time.monotonic(), _job_id(request)
+        known = self._host.tickets.find(now, job)
+        _only(request, known.submitter if known is not None else request.peer)
+        self._host.tickets.drop(now, job, request.peer)
+
+    async def stop_ticket(self, request: DoorRequest) -> None:
+        """Take somebody's job out of the queue; its launcher hears of it when it renews."""
+        now, job = time.monotonic(), _job_id(request)
+        known = self._host.tickets.find(now, job)
+        if known is None:
+            raise NotFoundError(f"job {job} does not wait on {self._site.name}")
+        if Role.ADMIN not in request.roles:
+            _only(request, known.submitter)
+        by = self._site.book.members[request.peer].name
+        self._host.tickets.drop(now, job, known.submitter, stopped_by=by)
 
     # --- before the start ------------------------------------------------------------------------
 
@@ -346,6 +392,10 @@ class JobDoor:
 def _only(request: DoorRequest, *allowed: NodeId) -> None:
     if request.peer not in allowed:
         raise NotAllowedError("this member may not do that to this job")
+
+
+def _job_id(request: DoorRequest) -> str:
+    return wire.decode_as(_JobRef, {"job": request.params["id"]}).job
 
 
 def _chunk(request: DoorRequest, one: LiveJob) -> bytes:
