@@ -29,6 +29,7 @@ from gpulayer_mesh.core.jobspec import (
     JobRecord,
     JobSpec,
     JobState,
+    Slot,
 )
 from gpulayer_mesh.core.types import Accelerator, Role
 from gpulayer_mesh.errors import (
@@ -37,7 +38,6 @@ from gpulayer_mesh.errors import (
     ExitCode,
     GpuLayerError,
     NotAllowedError,
-    PlacementBusyError,
     PlacementError,
     Refusal,
     TransportError,
@@ -58,14 +58,13 @@ STAGE_FLOOR_BYTES_S = 500_000  # slowest link worth training over; a deadline, n
 STAGE_S = 60.0  # on top of the transfer: unpacking 100,000 files
 UPLOADS = 4  # parallel chunk uploads: fills a 1 Gbit/s link through one TLS core
 RENEW_S = 10.0  # between renewals of the reservations, which end after 30 s of silence
-BUSY_POLL_S = 2.0
+WAIT_MAX_S = 10_000_000  # 115 days; whoever means longer means None
 SAME_PRESS_S = 0.3  # signals closer than this are one wish; nobody presses Ctrl-C twice so fast
 _NO_SCRIPT = "there is no script to run on the other machines: this is a notebook, REPL or -c"
 _SAVE_IT = (
     "save the code as a file, e.g. train.py, and run `python train.py`; or put a function into a "
     'module and call gpulayer.submit("module:function")'
 )
-WAIT_S = 3600.0  # how long a request may wait for busy nodes before exit 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +88,7 @@ class JobRequest:
     stop_grace_s: float = 30.0
     call: int | None = None  # index of the Trainer call that the ranks execute
     extra_files: Mapping[str, Path] = field(default_factory=dict)  # path in the bundle -> file
-    wait_s: float = WAIT_S
+    wait_s: float | None = None  # for busy nodes; 0: not at all, None: as long as it takes
     detach: bool = False
     dry_run: bool = False
 
@@ -109,6 +108,10 @@ class JobRequest:
         number = isinstance(grace_s, int | float) and not isinstance(grace_s, bool)
         if not number or not 0 <= self.stop_grace_s <= 86400:
             problems.append(f"stop grace must be 0 to 86400 seconds, got {grace_s!r}")
+        wait_s: object = self.wait_s
+        number = isinstance(wait_s, int | float) and not isinstance(wait_s, bool)
+        if wait_s is not None and (not number or not 0 <= float(self.wait_s or 0) <= WAIT_MAX_S):
+            problems.append(f"wait must be None or 0 to {WAIT_MAX_S} seconds, got {wait_s!r}")
         problems += env.problems("env", self.env) + env.problems("secrets", self.secrets)
         if problems:
             raise ConfigError("; ".join(problems))
@@ -343,11 +346,13 @@ def _never_shipped(root: Path) -> str | None:
 async def _place(
     client: MeshClient, request: JobRequest, packed: _Packed, ui: Ui
 ) -> JobRecord | None:
-    """Plan, print the plan and start; waits while the nodes it needs are busy.
+    """Plan, print the plan, wait for this job's turn where nodes are busy, and start.
 
     Returns None for a dry run.
     """
     from gpulayer_mesh.core import placement
+
+    from gpulayer.waiting import Applicant, in_turn
 
     wanted = placement.Request(
         nodes=request.nodes,
@@ -356,32 +361,49 @@ async def _place(
         target=request.target,
         torch=request.kind is JobKind.DISTRIBUTED,
     )
-    give_up = time.monotonic() + request.wait_s
-    said = ""
-    while True:
-        try:
-            snapshot = await client.snapshot()
-            # The nodes check this as well; here it spares the user a plan that they would refuse.
-            if Role.LAUNCHER not in client.book.roles(client.identity.node):
-                raise NotAllowedError(
-                    f"this machine, {client.name!r}, is a member without the role launcher",
-                    hint="on the machine that founded the mesh: gpulayer mesh invite --role "
-                    "launcher, then here: gpulayer mesh join LINE",
-                )
-            plan = placement.plan(wanted, snapshot)
-            ui.plan(plan, request, packed.bundle, here=client.identity.node)
-            for note in (*packed.scan.notes, *_elsewhere(request)):
-                ui.note(note)
-            if request.dry_run:
-                return None
-            return await _start(client, request, packed, plan)
-        except PlacementBusyError as busy:
-            if time.monotonic() > give_up:
-                raise
-            if busy.message != said:
-                said = busy.message
-                ui.waiting(busy)
-            await asyncio.sleep(BUSY_POLL_S)
+    snapshot = await client.snapshot()
+    # The nodes check this as well; here it spares the user a plan that they would refuse.
+    if Role.LAUNCHER not in client.book.roles(client.identity.node):
+        raise NotAllowedError(
+            f"this machine, {client.name!r}, is a member without the role launcher",
+            hint="on the machine that founded the mesh: gpulayer mesh invite --role "
+            "launcher, then here: gpulayer mesh join LINE",
+        )
+    printed: tuple[Slot, ...] = ()
+
+    def show(plan: Plan) -> None:
+        nonlocal printed
+        if plan.slots == printed:  # another try of the same
+            return
+        printed = plan.slots
+        ui.plan(plan, request, packed.bundle, here=client.identity.node)
+        for note in (*packed.scan.notes, *_elsewhere(request)):
+            ui.note(note)
+
+    if request.dry_run:
+        show(placement.plan(wanted, snapshot))
+        return None
+    who = Applicant(new_job_id(), client.identity.node, client.name, _table_name(request))
+
+    held: JobSpec | None = None
+
+    async def reserve(plan: Plan, attempt: int) -> JobSpec:
+        nonlocal held
+        show(plan)
+        spec = _spec(client, request, packed, plan, who.job, attempt)
+        await _reserve(client, spec)
+        held = spec
+        return spec
+
+    try:
+        spec = await in_turn(
+            client, wanted, who, wait_s=request.wait_s, reserve=reserve, say=ui.note
+        )
+    except BaseException:
+        if held is not None:  # Ctrl-C between the reservation and the start
+            await asyncio.shield(_release(client, held, going=False))
+        raise
+    return await _start(client, request, packed, spec)
 
 
 def _elsewhere(request: JobRequest) -> tuple[str, ...]:
@@ -391,25 +413,38 @@ def _elsewhere(request: JobRequest) -> tuple[str, ...]:
     return ()
 
 
-async def _start(client: MeshClient, request: JobRequest, packed: _Packed, plan: Plan) -> JobRecord:
-    spec = _spec(client, request, packed, plan)
-    path = f"/v1/jobs/{spec.id}"
-    nodes = [slot.node for slot in spec.slots]
-    signed = client.sign_spec(spec)
+async def _reserve(client: MeshClient, spec: JobSpec) -> None:
+    """Reserve all of a plan, or give back what was granted and raise."""
+    body = {"spec": client.sign_spec(spec)}
+    path = f"/v1/jobs/{spec.id}/reserve"
+    try:
+        # All are waited for: a call that is cut short may still be granted after its release.
+        answers = await asyncio.gather(
+            *(client.call(slot.node, "POST", path, body) for slot in spec.slots),
+            return_exceptions=True,
+        )
+        if errors := [answer for answer in answers if isinstance(answer, BaseException)]:
+            raise first_error(BaseExceptionGroup("reserve", errors))
+    except BaseException:
+        await asyncio.shield(_release(client, spec, going=False))
+        raise
+
+
+async def _start(
+    client: MeshClient, request: JobRequest, packed: _Packed, spec: JobSpec
+) -> JobRecord:
+    """Bring a job that holds its reservations to its start."""
+    path = f"/v1/jobs/{spec.id}/go"
     going = False
     try:
-        await _on_all(
-            spec,
-            lambda i: client.call(nodes[i], "POST", f"{path}/reserve", {"spec": signed}),
-        )
-        renewing = asyncio.create_task(_renew(client, spec, signed))
+        renewing = asyncio.create_task(_renew(client, spec))
         try:
             await _stage(client, spec, packed.bundle)
             order = await _preflight(client, spec, request.secrets)
         finally:
             renewing.cancel()
         going = True
-        record = await client.call(nodes[0], "POST", f"{path}/go", order, deadline_s=RPC_S)
+        record = await client.call(spec.slots[0].node, "POST", path, order, deadline_s=RPC_S)
         return client.decode_record(record)
     except BaseException:
         # whatever broke, Ctrl-C included: no node keeps a lease for a job that will not start
@@ -417,12 +452,13 @@ async def _start(client: MeshClient, request: JobRequest, packed: _Packed, plan:
         raise
 
 
-async def _renew(client: MeshClient, spec: JobSpec, signed: bytes) -> None:
+async def _renew(client: MeshClient, spec: JobSpec) -> None:
     """Keep the reservations of nodes that are ready while a slow one still receives the source."""
+    body = {"spec": client.sign_spec(spec)}
     path = f"/v1/jobs/{spec.id}/reserve"
 
     async def one(node: str) -> None:
-        await client.call(node, "POST", path, {"spec": signed}, deadline_s=RENEW_S)
+        await client.call(node, "POST", path, body, deadline_s=RENEW_S)
 
     while True:
         await asyncio.sleep(RENEW_S)
@@ -430,12 +466,18 @@ async def _renew(client: MeshClient, spec: JobSpec, signed: bytes) -> None:
         await asyncio.gather(*(one(slot.node) for slot in spec.slots), return_exceptions=True)
 
 
-def _spec(client: MeshClient, request: JobRequest, packed: _Packed, plan: Plan) -> JobSpec:
+def _table_name(request: JobRequest) -> str:
+    return os.fsencode(request.name[:256]).decode("utf-8", "replace")
+
+
+def _spec(
+    client: MeshClient, request: JobRequest, packed: _Packed, plan: Plan, job: str, attempt: int
+) -> JobSpec:
     bundle = packed.bundle
     return JobSpec(
-        id=new_job_id(),
+        id=job,
         kind=request.kind,
-        name=os.fsencode(request.name[:256]).decode("utf-8", "replace"),  # for tables
+        name=_table_name(request),
         submitter=client.identity.node,
         submitter_name=client.name,
         submitted_at=time.time(),
@@ -450,6 +492,7 @@ def _spec(client: MeshClient, request: JobRequest, packed: _Packed, plan: Plan) 
         imports=packed.scan.imports,
         stop_grace_s=request.stop_grace_s,
         call=request.call,
+        attempt=attempt,
     )
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from gpulayer_mesh.errors import GpuLayerError, NoMeshError, PlacementBusyError, PlacementError
+from gpulayer_mesh.errors import GpuLayerError, NoMeshError, PlacementError
 
 from gpulayer.views import (
     SGR,
@@ -141,13 +141,6 @@ class Ui:
         self.note(f"bundle: {bundle.summary()}")
         for warning in bundle.warnings:
             self.note(f"  note: {warning}")
-
-    def waiting(self, busy: PlacementBusyError) -> None:
-        """Say what a request waits for; nothing waits in silence."""
-        self.note(f"waiting: {busy.message}")
-        for refusal in busy.refusals:
-            if not refusal.for_ever:
-                self.note(f"  {refusal.node}: {refusal.reason}")
 
     def stopping(self, job: str, kill: bool, grace_s: float) -> None:
         """Say what this Ctrl-C does: the first stops, the second kills."""

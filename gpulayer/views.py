@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpulayer_mesh.client import Queued
     from gpulayer_mesh.core.jobspec import JobRecord, JobSpec, RankStatus
     from gpulayer_mesh.core.logrecord import LogRecord
     from gpulayer_mesh.core.placement import Plan
@@ -332,9 +333,24 @@ def rank_nodes(spec: JobSpec) -> list[str]:
     return [slot.name for slot in spec.slots for _ in range(slot.processes)]
 
 
-def job_lines(records: Sequence[JobRecord], *, width: int = TABLE_WIDTH) -> list[str]:
-    """Return the table of `gpulayer jobs`."""
+def job_lines(
+    records: Sequence[JobRecord], queued: Sequence[Queued] = (), *, width: int = TABLE_WIDTH
+) -> list[str]:
+    """Return the table of `gpulayer jobs`; what waits stands first and says why."""
     rows = [
+        (
+            one.ticket.job,
+            f"queued #{one.position}",
+            one.ticket.name,
+            "-",
+            f"needs {one.ticket.needs}; {one.ticket.why}",
+            one.ticket.submitter_name,
+            "-",
+            "-",
+        )
+        for one in queued
+    ]
+    rows += [
         (
             r.spec.id,
             r.state.value,
@@ -444,12 +460,38 @@ def job_json(record: JobRecord) -> dict[str, Any]:
             "reason": failure.reason,
             "tail": list(failure.tail),
         },
+        "queue": None,
     }
 
 
-def jobs_json(records: Sequence[JobRecord]) -> dict[str, Any]:
+def queued_json(one: Queued) -> dict[str, Any]:
+    """Return a job that waits as `--json` prints it, with every field of one that has started."""
+    ticket = one.ticket
+    return {
+        "job": ticket.job,
+        "name": ticket.name,
+        "kind": None,
+        "state": "pending",
+        "cause": "",
+        "exit_code": None,
+        "accelerator": None,
+        "submitter": ticket.submitter_name,
+        "submitted_at": None,
+        "ran_s": 0.0,
+        "ended_ago_s": None,
+        "nodes": [],
+        "ranks": [],
+        "failure": None,
+        "queue": {"position": one.position, "needs": ticket.needs, "why": ticket.why},
+    }
+
+
+def jobs_json(records: Sequence[JobRecord], queued: Sequence[Queued] = ()) -> dict[str, Any]:
     """Return what `gpulayer jobs --json` prints."""
-    return {"schema": SCHEMA, "jobs": [job_json(r) for r in records]}
+    return {
+        "schema": SCHEMA,
+        "jobs": [*map(queued_json, queued), *map(job_json, records)],
+    }
 
 
 def log_json(spec: JobSpec, line: LogRecord) -> dict[str, Any]:

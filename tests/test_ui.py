@@ -34,7 +34,7 @@ from gpulayer_mesh.core.types import (
     Snapshot,
     TorchAbilities,
 )
-from gpulayer_mesh.errors import GpuLayerError, PlacementBusyError, PlacementError, Refusal
+from gpulayer_mesh.errors import GpuLayerError, PlacementError, Refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -315,13 +315,6 @@ def test_refused_placement_lists_every_node_and_why() -> None:
     assert "no CUDA device" in lines[2]
     assert lines[-1] == "gpulayer: hint: ask for less"
     assert max(map(len, lines)) <= 100
-
-
-def test_waiting_names_who_is_busy() -> None:
-    err = io.StringIO()
-    busy = PlacementBusyError("2 nodes asked, 1 free", refusals=(Refusal("b", "busy", False),))
-    Ui(out=io.StringIO(), err=err, environ={}).waiting(busy)
-    assert err.getvalue() == "gpulayer: waiting: 2 nodes asked, 1 free\ngpulayer:   b: busy\n"
 
 
 # --- jobs ----------------------------------------------------------------------------------------

@@ -220,6 +220,20 @@ def _asked(run: _Parser, name: str) -> None:
         metavar="TIME",
         help="how long ranks may take to stop (30s)",
     )
+    wait = run.add_mutually_exclusive_group()
+    wait.add_argument(
+        "--wait",
+        type=_seconds,
+        metavar="TIME",
+        help="how long to queue at most while nodes are busy (as long as it takes)",
+    )
+    wait.add_argument(
+        "--no-wait",
+        action="store_const",
+        const=0.0,
+        dest="wait",
+        help="fail with exit code 4 instead of queueing",
+    )
 
 
 def _add_service(service: _Parser) -> None:

@@ -14,7 +14,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from gpulayer_mesh.client import MeshClient
+from gpulayer_mesh.client import MeshClient, Queued
 from gpulayer_mesh.core.jobspec import JobKind, JobRecord
 from gpulayer_mesh.core.types import Accelerator
 from gpulayer_mesh.errors import ConfigError, ExitCode, GpuLayerError
@@ -71,6 +71,7 @@ def asked(args: Namespace) -> dict[str, Any]:
         "env": env.named_env(args.env),
         "secrets": env.named_env(args.secret),
         "stop_grace_s": args.grace,
+        "wait_s": args.wait,
     }
 
 
@@ -105,15 +106,17 @@ def program_name(argv: tuple[str, ...], python: bool) -> str:
 def jobs(args: Namespace, ui: Ui) -> int:
     """List jobs, newest first."""
 
-    async def ask() -> list[JobRecord]:
+    async def ask() -> tuple[list[JobRecord], list[Queued]]:
         async with await MeshClient.connect(env.home()) as client:
-            return await client.jobs()
+            return await asyncio.gather(client.jobs(), client.queued())
 
-    records = asyncio.run(ask())
+    records, waiting = asyncio.run(ask())
+    known = {record.spec.id for record in records}  # one may just have its turn
+    queued = [one for one in reversed(waiting) if one.ticket.job not in known]
     if args.json:
-        ui.data([json.dumps(jobs_json(records))])
-    elif records:
-        ui.data(job_lines(records))
+        ui.data([json.dumps(jobs_json(records, queued))])
+    elif records or queued:
+        ui.data(job_lines(records, queued))
     else:
         ui.note("no jobs yet")
     return ExitCode.OK
@@ -178,12 +181,18 @@ def _check_ranks(wanted: frozenset[int] | None, record: JobRecord) -> None:
 def stop(args: Namespace, ui: Ui) -> int:
     """Stop a job and wait for the proof that it has ended."""
 
-    async def end() -> JobRecord:
+    async def end() -> JobRecord | None:
         async with await MeshClient.connect(env.home()) as client:
-            return await stop_and_wait(client, await client.find_job(args.job), args, ui)
+            found = await client.find(args.job)
+            if isinstance(found, Queued):
+                if await client.stop_queued(found):
+                    ui.note(f"job {found.ticket.job} was taken out of the queue")
+                    return None
+                found = await client.find_job(found.ticket.job)  # its turn came meanwhile
+            return await stop_and_wait(client, found, args, ui)
 
-    lines, _ = outcome_lines(asyncio.run(end()))
-    for line in lines:
+    final = asyncio.run(end())
+    for line in outcome_lines(final)[0] if final is not None else ():
         ui.note(line)
     return ExitCode.OK
 

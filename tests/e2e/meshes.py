@@ -45,6 +45,13 @@ class LanMesh:
         self.proven_s = time.monotonic() - started
         print(f"all listed, torch proven, {self.proven_s:.1f} s after the last start")
 
+    def add_launcher(self, host: Host) -> None:
+        """Let one more machine submit jobs; it runs no agent."""
+        invite = self.laptop.popen([GPULAYER, "mesh", "invite", "--role", "launcher"])
+        line = invite.expect(LINE.pattern, 20)[0]
+        self.gpulayer("mesh", "join", line, host=host)
+        assert invite.wait(30) == 0, invite.output()
+
     def start_agent(self, box: Host, *arguments: str) -> Process:
         agent = box.popen([AGENT, *arguments])
         self.agents[box.name] = agent
