@@ -35,6 +35,7 @@ POLL_S = 1.0  # how late a job notices that its turn has come; 30 polls fit one 
 # two minutes: whoever cannot tell after that whether the job can ever run, will not know later.
 UNSURE_S = 120.0
 GROUPS = 3  # reasons in one line; `gpulayer mesh status` has the rest
+ASKS = 3  # 9 s at most; longer would only keep those out who could have their turn
 CALLS = 64  # nodes asked at once
 LEAVE_S = 3.0  # for taking tickets back; a node that is silent for longer forgets them by itself
 _AGE = re.compile(r"no answer for \d+ s")  # changes each second, and says nothing new
@@ -171,9 +172,7 @@ class _Line:
             NotAllowedError: they all say so.
         """
         if nodes and not self.number:
-            known = await _ask(nodes, self.mesh.tickets)
-            heard = [t for one in known.values() if isinstance(one, list) for t in one]
-            self.number = tickets.next_number(heard)
+            self.number = await self._take_number(nodes)
         self.waits = True
         if not self.number:  # nobody knows yet which nodes could take part
             return
@@ -199,6 +198,21 @@ class _Line:
         for standing in self.standings.values():
             if standing.stopped:
                 raise StoppedError(f"stopped by {standing.stopped} while it was queued")
+
+    async def _take_number(self, nodes: Sequence[NodeId]) -> int:
+        """Return a number above all that these nodes know.
+
+        Who stands on a node that says nothing may have a higher one and be overtaken there, so it
+        is asked more than once.
+        """
+        heard: list[Ticket] = []
+        for _ in range(ASKS):
+            answers = await _ask(nodes, self.mesh.tickets)
+            heard += [t for one in answers.values() if isinstance(one, list) for t in one]
+            nodes = [n for n, one in answers.items() if isinstance(one, TransportError)]
+            if not nodes:
+                break
+        return tickets.next_number(heard)
 
     async def leave(self) -> None:
         """Take all tickets back."""

@@ -203,8 +203,8 @@ class Box:
 
     async def start(self) -> None:
         self.mesh.boxes[self.node] = self
+        self.host.adopt()
         self._running = asyncio.create_task(self.host.run())
-        await asyncio.sleep(0)  # adopts before its first wait
 
     async def crash(self) -> None:
         """End this agent without a word; its shims live on."""
@@ -568,6 +568,19 @@ async def test_stopped_ticket_cannot_reserve_and_its_launcher_is_told(mesh: Mesh
     with pytest.raises(PlacementBusyError, match="stopped by boss"):
         await mesh.stage(mesh.spec(), HostPhase.RESERVED)
     assert (await box.ask("laptop", "POST", f"/v1/tickets/{JOB}", mesh.ticket())).stopped == "boss"
+    assert await box.ask("boss", "GET", "/v1/tickets") == ()
+
+
+async def test_who_waits_survives_the_agent(mesh: Mesh) -> None:
+    (box,) = await mesh.start("box-0")
+    for number, job, by in ((1, OLDER, "laptop"), (2, JOB, "other"), (3, YOUNGER, "laptop")):
+        await box.ask(by, "POST", f"/v1/tickets/{job}", mesh.ticket(number, job, by))
+    await box.ask("laptop", "POST", f"/v1/tickets/{YOUNGER}/drop")
+    mesh.remove("laptop")
+    box = await box.restart()
+    assert [ticket.job for ticket in await box.ask("boss", "GET", "/v1/tickets")] == [JOB]
+    (box.home / "queue").write_bytes(b"torn")
+    box = await box.restart()
     assert await box.ask("boss", "GET", "/v1/tickets") == ()
 
 

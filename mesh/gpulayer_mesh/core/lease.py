@@ -102,7 +102,7 @@ class Reservations:
         if not devices and used + processes > self._cpus:
             holders = ", ".join(map(str, cpu_grants))
             raise self._refuse(
-                f"{self._cpus - used} of {self._cpus} CPU processes free, busy with {holders}",
+                f"busy with {holders} ({self._cpus - used} of {self._cpus} CPU processes free)",
                 for_ever=False,
             )
         if len(self._grants) >= GRANTS_MAX:

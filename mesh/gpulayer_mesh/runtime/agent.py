@@ -166,6 +166,7 @@ class Agent:
         stack.push_async_callback(self.gossip.close)
         self.gossip.post(swim.RosterChanged(frozenset(self.book.members)))
         self.jobs = JobHost(self._site())
+        self.jobs.adopt()  # before the door opens: what runs here is not free
         services = ServiceDoor(self.jobs)
         stack.callback(services.close)
         self.door = Door(

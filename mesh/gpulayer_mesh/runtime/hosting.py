@@ -33,7 +33,7 @@ from gpulayer_mesh.core.jobspec import (
 from gpulayer_mesh.core.lease import Reservations
 from gpulayer_mesh.core.rankenv import HostContext, rank_argv, rank_environment
 from gpulayer_mesh.core.roster import RosterBook
-from gpulayer_mesh.core.tickets import Tickets
+from gpulayer_mesh.core.tickets import Standing, Ticket, Tickets
 from gpulayer_mesh.core.types import Device, Grant, NodeId, Role
 from gpulayer_mesh.errors import (
     GpuLayerError,
@@ -77,18 +77,19 @@ class Site:
 
 
 class JobHost:
-    """All jobs of one agent. `run` must be running; the rest may be called meanwhile."""
+    """All jobs of one agent. `adopt` comes first; then `run`, and the rest may be called."""
 
     def __init__(self, site: Site) -> None:
         self.site = site
         self.jobs: dict[str, LiveJob] = {}  # read only for others
-        self.tickets = Tickets(site.name)
+        self.tickets = Tickets(site.name)  # read only for others
+        self._queue_file = site.home / "queue"
+        self._queue_saved: tuple[str, ...] = ()  # its jobs, in order
         self._wake = asyncio.Event()
         self._background = Background(log)
 
     async def run(self) -> None:
-        """Adopt what an earlier agent left, then serve the machines' timers for ever."""
-        self._adopt_all()
+        """Serve the machines' timers for ever."""
         try:
             while True:
                 self._wake.clear()
@@ -110,7 +111,7 @@ class JobHost:
     def enforce(self) -> None:
         """End, without grace, what the roster no longer covers; call it when it has changed."""
         book = self.site.book
-        self.tickets.keep([node for node in book.members if Role.LAUNCHER in book.roles(node)])
+        self._keep_tickets()
         for one in list(self.jobs.values()):
             gone = self.site.node if self.site.node not in book else one.spec.submitter
             if gone not in book and not one.ended:
@@ -122,6 +123,40 @@ class JobHost:
             for node in one.participants if one.kept is not None else ():
                 if node not in book:
                     self.on_keeper(one, job.HostRemoved(node))
+
+    def take_ticket(self, ticket: Ticket) -> Standing:
+        """Register or renew a checked ticket.
+
+        Raises:
+            PlacementBusyError, RemoteProtocolError: as `Tickets.take`.
+        """
+        standing = self.tickets.take(time.monotonic(), ticket)
+        self._save_tickets()
+        return replace(standing, grants=self.site.reservations.grants)
+
+    def drop_ticket(self, job: str, submitter: NodeId, *, stopped_by: str = "") -> None:
+        """Take a member's ticket out of the queue."""
+        self.tickets.drop(time.monotonic(), job, submitter, stopped_by=stopped_by)
+        self._save_tickets()
+
+    def _keep_tickets(self) -> None:
+        book = self.site.book
+        self.tickets.keep([node for node in book.members if Role.LAUNCHER in book.roles(node)])
+        self._save_tickets()
+
+    def _save_tickets(self) -> None:
+        """Keep who waits for the next agent; a full disk only costs the order after a restart."""
+        waiting = self.tickets.all(time.monotonic())
+        jobs = tuple(ticket.job for ticket in waiting)
+        if jobs == self._queue_saved:
+            return
+        fresh = self._queue_file.with_suffix(".tmp")
+        try:
+            fresh.write_bytes(wire.pack(waiting))
+            fresh.replace(self._queue_file)
+            self._queue_saved = jobs
+        except OSError as e:
+            log.warning("who waits here cannot be written: %s", e)
 
     def reserve(self, spec: JobSpec, signed: bytes, slot_index: int) -> LiveJob:
         """Grant what a checked job asks of this node; asking again only renews.
@@ -402,7 +437,9 @@ class JobHost:
 
     # --- what an earlier agent left --------------------------------------------------------------
 
-    def _adopt_all(self) -> None:
+    def adopt(self) -> None:
+        """Take over what an earlier agent left; call it before anything can be reserved here."""
+        self._adopt_tickets()
         root = self.site.home / "jobs"
         if not root.is_dir():
             return
@@ -416,6 +453,20 @@ class JobHost:
                 log.warning("job folder %s is unusable, ending its ranks: %s", path.name, e)
                 self.site.shims.kill(path)
         self._prune()
+
+    def _adopt_tickets(self) -> None:
+        """Without them a younger job could slip in before the older ones have renewed theirs."""
+        try:
+            data = self._queue_file.read_bytes()
+            plain = wire.unpack(data, max_bytes=wire.SPEC_MAX)
+            waiting = wire.decode_as(tuple[Ticket, ...], plain)
+        except FileNotFoundError:
+            return
+        except (OSError, RemoteProtocolError) as e:
+            log.warning("who waits here cannot be read, they will register again: %s", e)
+            return
+        self.tickets.adopt(time.monotonic(), waiting)
+        self._keep_tickets()
 
     def _adopt(self, folder: JobFolder) -> None:
         """Take over one job: running where its shim lives, else as history."""

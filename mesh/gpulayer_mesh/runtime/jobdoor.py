@@ -125,26 +125,25 @@ class JobDoor:
             raise NotAllowedError("a ticket may only be registered by who submits its job")
         # What others are told is the roster's name, whatever the ticket says.
         ticket = replace(ticket, submitter_name=self._site.book.members[request.peer].name)
-        standing = self._host.tickets.take(time.monotonic(), ticket)
-        return replace(standing, grants=self._site.reservations.grants)
+        return self._host.take_ticket(ticket)
 
     async def drop_ticket(self, request: DoorRequest) -> None:
         """The job has its nodes, or its launcher gave up; safe to repeat."""
-        now, job = time.monotonic(), _job_id(request)
-        known = self._host.tickets.find(now, job)
+        job = _job_id(request)
+        known = self._host.tickets.find(time.monotonic(), job)
         _only(request, known.submitter if known is not None else request.peer)
-        self._host.tickets.drop(now, job, request.peer)
+        self._host.drop_ticket(job, request.peer)
 
     async def stop_ticket(self, request: DoorRequest) -> None:
         """Take somebody's job out of the queue; its launcher hears of it when it renews."""
-        now, job = time.monotonic(), _job_id(request)
-        known = self._host.tickets.find(now, job)
+        job = _job_id(request)
+        known = self._host.tickets.find(time.monotonic(), job)
         if known is None:
             raise NotFoundError(f"job {job} does not wait on {self._site.name}")
         if Role.ADMIN not in request.roles:
             _only(request, known.submitter)
         by = self._site.book.members[request.peer].name
-        self._host.tickets.drop(now, job, known.submitter, stopped_by=by)
+        self._host.drop_ticket(job, known.submitter, stopped_by=by)
 
     # --- before the start ------------------------------------------------------------------------
 
