@@ -534,7 +534,8 @@ async def _release(client: MeshClient, spec: JobSpec, *, going: bool) -> None:
             await client.call(spec.slots[0].node, "POST", path, order, deadline_s=3.0)
 
     async def one(node: str) -> None:
-        await client.call(node, "POST", f"/v1/jobs/{spec.id}/release", {}, deadline_s=3.0)
+        path, order = f"/v1/jobs/{spec.id}/release", {"attempt": spec.attempt}
+        await client.call(node, "POST", path, order, deadline_s=3.0)
 
     await asyncio.gather(*(one(slot.node) for slot in spec.slots), return_exceptions=True)
 

@@ -112,8 +112,8 @@ async def in_turn(
                 raise busy
             first = not line.waits
             if not first:
-                place = f"queued #{line.position}" if line.number else "waiting"
-                text = f"{place}: needs {line.needs}; {reasons(busy)}"
+                place = f"queued #{line.position}: " if line.number else "waiting: "
+                text = f"{place}needs {line.needs}; {reasons(busy)}"
                 if _AGE.sub("", text) != said:
                     said = _AGE.sub("", text)
                     say(text)

@@ -187,7 +187,8 @@ async def test_job_given_up_is_released_and_stopped_if_it_may_run(going: bool) -
         called.append(f"{node} {path.rpartition('/')[2]}")
         raise TransportError("silent")
 
-    spec = SimpleNamespace(id="x", slots=[SimpleNamespace(node="a"), SimpleNamespace(node="b")])
+    slots = [SimpleNamespace(node="a"), SimpleNamespace(node="b")]
+    spec = SimpleNamespace(id="x", slots=slots, attempt=0)
     await launcher._release(SimpleNamespace(call=call), spec, going=going)  # type: ignore[arg-type]
     assert called == (["a stop"] if going else []) + ["a release", "b release"]
 

@@ -415,6 +415,8 @@ async def test_only_a_newer_try_takes_the_place_of_a_reservation(mesh: Mesh) -> 
     signed = mesh.sign(spec, "other")
     with pytest.raises(RemoteProtocolError, match="was here before"):
         await box.ask("other", "POST", "reserve", {"spec": signed})
+    await box.ask("laptop", "POST", "release", {"attempt": 0})
+    assert [grant.processes for grant in box.reservations.grants] == [1]
     slots = (Slot(box.node, "box-0", 2),)
     await mesh.stage(mesh.spec(attempt=2, slots=slots), HostPhase.STAGING)
     assert [grant.processes for grant in box.reservations.grants] == [2]

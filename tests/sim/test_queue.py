@@ -97,6 +97,7 @@ class Node:
         self.cpus = world.rng.randint(1, 4)
         self.up = True
         self.down_since = 0.0
+        self.restarted = -TICKET_S
         self.booked = Reservations(self.name, cpus=self.cpus)
         self.tickets = Tickets(self.name)
         self.tries: dict[str, int] = {}  # job -> attempt that holds the reservation
@@ -132,8 +133,8 @@ class Node:
         self.booked.check()
         self.world.judge_turn(self, job)
 
-    def release(self, job: str) -> None:
-        if job not in self.running:
+    def release(self, job: str, attempt: int) -> None:
+        if job not in self.running and self.tries.get(job, 0) <= attempt:
             self.booked.release(job)
 
     def start(self, wanted: JobSpec) -> bool:
@@ -160,7 +161,7 @@ class Node:
         waits = self.tickets.all(self.down_since)
         self.tickets = Tickets(self.name)
         self.tickets.adopt(now, waits)
-        self.up = True
+        self.up, self.restarted = True, now
 
 
 class World:
@@ -324,10 +325,13 @@ class World:
             assert not stands, f"{job} overtook {other.ident} on {where.name} at {self.now:.2f}"
 
     def judge_dead(self, job: Job) -> None:
-        """Its tickets and reservations are gone, unless its job has begun."""
+        """Its tickets and reservations are gone, unless its job has begun.
+
+        A restart gives those who wait another lease.
+        """
         for one in self.nodes:
             one.booked.expire(self.now)
-            if one.up and job.ident not in one.running:
+            if one.up and self.now - one.restarted > TICKET_S and job.ident not in one.running:
                 assert one.tickets.find(self.now, job.ident) is None
                 assert all(grant.job != job.ident for grant in one.booked.grants)
 
@@ -377,9 +381,11 @@ class _Client:
     async def call(self, target: str, method: str, path: str, body: Any, **_: Any) -> None:
         box = self.world.nodes[_index(target)]
         if path.endswith("/reserve"):
-            await self.world.call(self.job, _index(target), lambda: box.reserve(body["spec"]))
+            await self.world.call(self.job, box.index, lambda: box.reserve(body["spec"]))
         else:
-            await self.world.call(self.job, _index(target), lambda: box.release(self.job.ident))
+            await self.world.call(
+                self.job, box.index, lambda: box.release(self.job.ident, body["attempt"])
+            )
 
 
 def _index(ident: str) -> int:

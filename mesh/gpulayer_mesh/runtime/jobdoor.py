@@ -54,6 +54,11 @@ class _StopOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class _Release:
+    attempt: Annotated[int, Meta(ge=0)] = 0
+
+
+@dataclass(frozen=True, slots=True)
 class _JobRef:
     job: JobId
 
@@ -164,7 +169,9 @@ class JobDoor:
 
     async def release(self, request: DoorRequest) -> HostReport:
         one = self._submitted(request)
-        self._host.release(one)
+        order = wire.decode_as(_Release, wire.unpack(request.body))
+        if order.attempt >= one.spec.attempt:  # a late word on an earlier try must not end this one
+            self._host.release(one)
         return one.report()
 
     async def manifest(self, request: DoorRequest) -> dict[str, Any]:
