@@ -206,7 +206,7 @@ async def test_nodes_that_are_ready_are_held_while_a_slow_one_is_staged(
             reserved[node] += 1
             if min(reserved.values()) >= 3:
                 enough.set()
-            if reserved[node] == 2:
+            if reserved[node] == 1:
                 raise TransportError("lost on the way")  # the next one counts
 
     async def stage(*_: object) -> None:
@@ -216,12 +216,11 @@ async def test_nodes_that_are_ready_are_held_while_a_slow_one_is_staged(
 
     monkeypatch.setattr(launcher, "_stage", stage)
     slots = [SimpleNamespace(node=node) for node in reserved]
-    spec = SimpleNamespace(id="x", slots=slots)
-    monkeypatch.setattr(launcher, "_spec", lambda *_: spec)
+    spec: Any = SimpleNamespace(id="x", slots=slots, attempt=0)
     client: Any = SimpleNamespace(call=call, sign_spec=lambda _: b"signed")
     unused: Any = SimpleNamespace(bundle=None)
     with pytest.raises(TransportError, match="that was all"):
-        await launcher._start(client, unused, unused, unused)
+        await launcher._start(client, unused, unused, spec)
     assert [task for task in asyncio.all_tasks() if "_renew" in repr(task)] == []
 
 

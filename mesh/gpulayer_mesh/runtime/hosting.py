@@ -261,11 +261,11 @@ class JobHost:
         if one.machine.phase not in BEFORE_START:
             one.begun.set()
         if reserved and one.ended and isinstance(event, hosted.Release | hosted.Tick):
-            self._forget(one)
+            self._drop_reservation(one)
         self._wake.set()
 
-    def _forget(self, one: LiveJob) -> None:
-        """Drop a reservation that came to nothing: it was no job yet, lists must not fill up with
+    def _drop_reservation(self, one: LiveJob) -> None:
+        """Forget a reservation that came to nothing: it was no job yet, lists must not fill up with
         the tries of one that waits, and its next try has the same id."""
         self.jobs.pop(one.spec.id, None)
         shutil.rmtree(one.path, ignore_errors=True)  # one small file
@@ -474,7 +474,7 @@ class JobHost:
         spec = open_spec(signed, self.site.book)
         index = slot_of(spec, self.site.node)
         manifest = folder.manifest(spec)
-        if manifest is None and folder.record() is None:  # a reservation, as in `_forget`
+        if manifest is None and folder.record() is None:  # as in `_drop_reservation`
             shutil.rmtree(folder.path, ignore_errors=True)
             return
         record = folder.record() or JobRecord(spec, JobState.PLACING, spec.slots[0].node)
