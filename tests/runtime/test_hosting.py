@@ -766,6 +766,19 @@ async def test_removing_the_keeper_fails_the_job_at_once(mesh: Mesh) -> None:
     assert failure.reason == "node of rank 0 lost: it was removed from the mesh"
 
 
+async def test_job_of_a_launcher_that_died_before_the_start_is_over(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosting.hosted, "LEASE_S", 0.2)
+    boxes = await mesh.start("box-0", "box-1")
+    await mesh.stage(mesh.spec("box-0", "box-1"))
+    for box in boxes:
+        await eventually(lambda box=box: box.state() is JobState.CANCELLED)
+        record = box.host.jobs[JOB].current_record()
+        assert (record.cause, record.ended_age_s is None) == ("launcher silent for 0.2 s", False)
+        assert box.reservations.grants == ()
+
+
 async def test_viewer_waits_for_the_start_and_leaves_without_one(mesh: Mesh) -> None:
     (box,) = await mesh.start("box-0")
     await mesh.stage(mesh.spec(), HostPhase.STAGING)

@@ -217,8 +217,6 @@ class JobHost:
     def release(self, one: LiveJob) -> None:
         """The launcher gives up before the start."""
         self.on_host(one, hosted.Release())
-        if one.ended and one.record.state not in OVER and one.spec.id in self.jobs:
-            self._cancelled(one, "not started")
 
     def become_keeper(self, one: LiveJob, order: GoOrder) -> None:
         """Hold the job's record from now on, and start it everywhere."""
@@ -254,6 +252,8 @@ class JobHost:
                         rank.state is RankState.EXITED for rank in one.report().ranks
                     ):
                         self._background.spawn(self._await_word(one))
+                    elif one.kept is None and one.record.state is JobState.PLACING:
+                        self._cancelled(one, one.machine.problem)  # nobody else will say so
                 case hosted.ReportToKeeper(report):
                     self._background.spawn(self._report(one, report))
                 case _:
