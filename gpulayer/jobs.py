@@ -146,7 +146,8 @@ async def collect(
     Raises:
         GpuLayerError: some could not be fetched or written; all others are home.
     """
-    answers = await client.outputs(record)
+    everybody = await client.outputs(record)
+    answers = [(node, one) for node, one in everybody if one is not None]
     offered = [(node, file) for node, one in answers for file in one.files]
     everything, refused = placed(record.spec, offered)
     named, more = stayed(record.spec, answers)
@@ -177,6 +178,12 @@ async def collect(
     if home:
         total = size(sum(file.size for _, file in home))
         ui.note(f"{counted(len(home), 'file')}, {total} -> {shown_path(dest)}")
+    if silent := {node for node, one in everybody if one is None}:
+        names = ", ".join(slot.name for slot in record.spec.slots if slot.node in silent)
+        raise GpuLayerError(
+            f"{names} did not answer: what job {record.spec.id} has made there did not come home",
+            hint=f"gpulayer get {record.spec.id}    (the nodes keep it for a while)",
+        )
     if missed := sum(path is None for path in fetched):
         raise GpuLayerError(
             f"{counted(missed, 'file')} of job {record.spec.id} did not come home",

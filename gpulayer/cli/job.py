@@ -131,8 +131,10 @@ def logs(args: Namespace, ui: Ui) -> int:
                 ui.data([json.dumps(log_json(record.spec, line))])
             return exit_code(await client.record(record)) or 0 if args.follow else ExitCode.OK
         if not args.follow:
-            await viewing.print_log(client, record, ui, ranks=args.rank)
-            ui.finish()
+            try:
+                await viewing.print_log(client, record, ui, ranks=args.rank)
+            finally:
+                ui.finish()
             return ExitCode.OK
         final = await viewing.follow(client, record, ui, ranks=args.rank)
         ui.outcome(final)

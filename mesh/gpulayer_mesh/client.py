@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import quote
 
 from gpulayer_mesh.core import wire
-from gpulayer_mesh.core.jobspec import JobRecord, JobSpec, OutputFile, Outputs
+from gpulayer_mesh.core.jobspec import HostPhase, JobRecord, JobSpec, OutputFile, Outputs
 from gpulayer_mesh.core.logrecord import LogRecord, RecordParser
 from gpulayer_mesh.core.tickets import Standing, Ticket, positions
 from gpulayer_mesh.core.types import Address, Addresses, NodeId, Snapshot
@@ -41,6 +41,7 @@ CALL_S = 10.0  # default deadline of one call
 MDNS_AFTER_S = 0.3  # remembered addresses get this head start over multicast
 SNAPSHOT_MAX = 16 * 1024 * 1024  # 1,024 members with full capabilities
 LOG_RETRY_S = (0.2, 0.5, 1.0, 2.0, 4.0)  # then each 4 s
+LOG_LATE_S = 10.0  # after the job's end, for an agent that is being restarted
 FETCH_RETRY_S = (0.2, 1.0, 3.0)
 RECORD_S = 5.0  # for one node's word on a job
 NEXT_S = 1.0  # without it, the next node is asked as well
@@ -450,6 +451,9 @@ class MeshClient:
 
         Broken connections are dialled again from the last record seen; a node that stays away
         ends its own part once the job's record says that the job is over.
+
+        Raises:
+            GpuLayerError: after everything else, where the lines of a node cannot be had.
         """
         merged_records: asyncio.Queue[LogRecord | None] = asyncio.Queue(maxsize=4096)
 
@@ -469,6 +473,8 @@ class MeshClient:
                     open_streams -= 1
                 else:
                     yield item
+            for task in tasks:
+                await task
         finally:
             for task in tasks:
                 task.cancel()
@@ -484,6 +490,7 @@ class MeshClient:
     ) -> None:
         next_seq: dict[int, int] = {}
         failures = 0
+        give_up: float | None = None
         while True:
             start = ",".join(f"{rank}:{seq}" for rank, seq in sorted(next_seq.items()))
             query = f"follow={int(follow)}&from={start}"
@@ -499,13 +506,19 @@ class MeshClient:
                             next_seq[one.rank] = one.seq + 1
                             await put(one)
                 return
-            except TransportError:
-                if not follow or await self._over_without(record, node):
-                    return
+            except TransportError as e:
+                over = await self._ended_without(record, node) if follow else record
+                if over is not None:
+                    # It was there at the end, so its agent is being restarted; else it is lost.
+                    give_up = give_up or time.monotonic() + LOG_LATE_S
+                    if not follow or _lost(over, node) or time.monotonic() > give_up:
+                        name = next(s.name for s in record.spec.slots if s.node == node)
+                        raise TransportError(f"lines are missing: {name} does not answer") from e
                 await asyncio.sleep(LOG_RETRY_S[min(failures, len(LOG_RETRY_S) - 1)])
                 failures += 1
 
-    async def _over_without(self, record: JobRecord, node: NodeId) -> bool:
+    async def _ended_without(self, record: JobRecord, node: NodeId) -> JobRecord | None:
+        """Return the record of a job that has ended, as the others know it; None while it runs."""
         others = [s.node for s in record.spec.slots if s.node != node]
         for other in [record.keeper, *others]:
             if other == node:
@@ -514,20 +527,35 @@ class MeshClient:
                 plain = await self.call(other, "GET", f"/v1/jobs/{record.spec.id}", deadline_s=5.0)
             except GpuLayerError:
                 continue
-            return self.decode_record(plain).ended_age_s is not None
-        return False
+            found = self.decode_record(plain)
+            return found if found.ended_age_s is not None else None
+        return None
 
-    async def outputs(self, record: JobRecord) -> list[tuple[NodeId, Outputs]]:
-        """List what the reachable nodes of a job have."""
+    async def outputs(self, record: JobRecord) -> list[tuple[NodeId, Outputs | None]]:
+        """List what the nodes of a job have: None for one that does not answer.
+
+        Nodes that this member may not ask are left out.
+        """
         nodes = sorted({slot.node for slot in record.spec.slots})
 
-        async def of(node: NodeId) -> tuple[NodeId, Outputs]:
+        async def of(node: NodeId) -> Outputs | None:
             path = f"/v1/jobs/{record.spec.id}/files"
-            plain = await self.call(node, "GET", path, deadline_s=120.0)  # hashes gigabytes
-            return node, wire.decode_as(Outputs, plain)
+            for wait_s in (*FETCH_RETRY_S, None):
+                try:
+                    plain = await self.call(node, "GET", path, deadline_s=120.0)  # hashes gigabytes
+                    return wire.decode_as(Outputs, plain)
+                except TransportError:
+                    if wait_s is None or _lost(record, node):
+                        return None
+                    await asyncio.sleep(wait_s)
+            return None
 
         answers = await asyncio.gather(*(of(node) for node in nodes), return_exceptions=True)
-        return [one for one in answers if not isinstance(one, BaseException)]
+        return [
+            (node, one)
+            for node, one in zip(nodes, answers, strict=True)
+            if not isinstance(one, BaseException)
+        ]
 
     async def fetch(self, record: JobRecord, node: NodeId, file: OutputFile, dest: Path) -> None:
         """Bring one output file home: resumed where it broke off, verified, renamed into place.
@@ -574,6 +602,13 @@ class MeshClient:
         )
         async for data in self.dialer.stream(node, self.addresses(node), "GET", path):
             yield data
+
+
+def _lost(record: JobRecord, node: NodeId) -> bool:
+    """Return whether a job ended without a last word from this node."""
+    return all(
+        report.node != node or report.phase is not HostPhase.ENDED for report in record.reports
+    )
 
 
 def _own_agent(home: Path) -> Addresses:

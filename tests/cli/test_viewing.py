@@ -75,6 +75,7 @@ class ScriptedClient:
         self.lines = lines or []
         self.files = files or []
         self.stayed = stayed or []
+        self.silent: list[str] = []
         self.never_ends = False
         self.asked: list[frozenset[int] | None] = []
         self.fetching = 0
@@ -97,8 +98,10 @@ class ScriptedClient:
         if self.never_ends:
             await asyncio.Event().wait()
 
-    async def outputs(self, record: JobRecord) -> list[tuple[str, Outputs]]:
-        return [(node, Outputs((file,))) for node, file in self.files] + self.stayed
+    async def outputs(self, record: JobRecord) -> list[tuple[str, Outputs | None]]:
+        answers: list[tuple[str, Outputs | None]] = [*self.stayed]
+        answers += [(node, Outputs((file,))) for node, file in self.files]
+        return answers + [(node, None) for node in self.silent]
 
     async def fetch(self, record: JobRecord, node: str, file: OutputFile, dest: Path) -> None:
         self.fetching += 1
@@ -318,6 +321,16 @@ async def test_file_that_cannot_come_is_named_and_the_others_come(
     assert f"gpulayer get {SPEC.id}" in caught.value.hint
     assert os.listdir(tmp_path) == ["good.bin"]
     assert "broken.bin did not come home: it arrived damaged" in screen.err.getvalue()
+
+
+async def test_node_that_does_not_answer_is_named_and_the_others_files_come(
+    screen: Screen, tmp_path: Path
+) -> None:
+    client = ScriptedClient(files=[(A, out("weights.pt"))])
+    client.silent = [B]
+    with pytest.raises(GpuLayerError, match=r"^box-2 did not answer: what job k7f2k7f2k7 has"):
+        await jobs.collect(scripted(client), DONE, tmp_path, screen.ui)
+    assert (tmp_path / "weights.pt").exists()
 
 
 async def test_what_stays_on_a_node_is_named_with_rank_and_reason(
