@@ -174,6 +174,22 @@ def test_each_line_carries_its_rank_and_node_and_its_stream() -> None:
     assert err.getvalue() == ("[1|box-2] careful\ngpulayer: rank 2 on box-3: 12 bytes dropped\n")
 
 
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize("bar", [b"", b"\r 3%"])
+def test_lines_that_come_together_look_like_lines_that_come_alone(prefix: bool, bar: bytes) -> None:
+    lines = [b"loss 0.5\n", b"\n", b"  [0|a] x\n", b"tab\t\n", "naïve\n".encode(), b"~\n", b"half"]
+    for many in (lines, lines[:3], lines[:1], lines[5:]):
+        screens = []
+        for records in (many, [b"".join(many)]):
+            terminal = Terminal()
+            ui = Ui(out=terminal, err=terminal, environ={})
+            for data in ([bar] if bar else []) + records:
+                ui.log(line(1, data), "box-1", prefix=prefix)
+            ui.finish()
+            screens.append(terminal.screen())
+        assert screens[0] == screens[1]
+
+
 def test_single_rank_is_printed_as_it_came() -> None:
     out = io.StringIO()
     Ui(out=out, err=io.StringIO(), environ={}).log(line(0, b"a\n\nb\r\n"), "box-1", prefix=False)

@@ -506,6 +506,10 @@ class MeshClient:
                             next_seq[one.rank] = one.seq + 1
                             await put(one)
                 return
+            except NotFoundError as e:
+                if _lost(record, node):
+                    return  # it has gone before it had a part in the job
+                raise TransportError(f"lines are missing: {e.message}") from e
             except TransportError as e:
                 over = await self._ended_without(record, node) if follow else record
                 if over is not None:
