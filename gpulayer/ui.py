@@ -12,7 +12,6 @@ This module does not know how anything travels, what a job is waiting for, or wh
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 import sys
 import time
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 REDRAW_S = 0.1  # a live line changes at most this often on a terminal
 PROGRESS_S = 5.0  # ... and in a file, where every change stays
 
-_NOT_PLAIN = re.compile(r"[^\n -~]")  # what `clean` might change, or a line that is redrawn
+_PLAIN = bytes([10, *range(32, 127)])  # nothing that `clean` changes, no line that is redrawn
 _STDERR = 2  # `LogRecord.stream`; 1 is stdout, 3 a note of the shim
 _NOTE = 3
 # Cyan, green, yellow, blue, magenta and their bright forms; red is for errors.
@@ -175,7 +174,11 @@ class Ui:
             mark = self._paint(stream, f"[{record.rank}|{clean(node)}]", colour) + " "
         key = (record.rank, record.stream)
         text = record.data.decode("utf-8", "replace")
-        if self._shown is None and key not in self._live and not _NOT_PLAIN.search(text):
+        if (
+            self._shown is None
+            and key not in self._live
+            and not record.data.translate(None, _PLAIN)
+        ):
             # A flood of plain lines, at once: line by line they would come seconds late.
             whole, end, text = text.rpartition("\n")
             if end:

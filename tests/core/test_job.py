@@ -160,16 +160,18 @@ def test_start_is_repeated_until_the_host_has_it() -> None:
 
 
 def test_host_that_starts_nothing_is_named_with_its_last_state() -> None:
-    keeper = Keeper()
+    keeper = Keeper(1, 2, 1)
     keeper.do(Go(ORDER))
     keeper.hear(report(0, RUNNING, running(0)))
-    keeper.hear(report(1, STAGED, RankStatus(1, RankState.WAITING)))
+    waiting = [RankStatus(rank, RankState.WAITING) for rank in (1, 2)]
+    keeper.hear(report(1, STAGED, *waiting))
     keeper.do(ReportFailed(node(2), "connection refused"))
     effects = keeper.wait(START_S + SETTLE_S, 2)
     assert StopHost(node(0), FAILURE_GRACE_S, False) in effects
     rank, name, code, reason = keeper.failed
     assert (rank, name, code) == (None, "box-1", 1)
-    assert reason == "not started within 60 s: box-1 (staged), box-2 (connection refused)"
+    late = "ranks 1-2 on box-1 (staged), rank 3 on box-2 (connection refused)"
+    assert reason == f"not started within 60 s: {late}"
 
 
 def test_host_that_answers_and_falls_silent_while_starting_is_lost() -> None:

@@ -169,6 +169,11 @@ class _Host:
     lost: str = ""  # why it counts no more
 
     @property
+    def ranks(self) -> str:
+        last = self.first_rank + self.slot.processes - 1
+        return f"rank {last}" if last == self.first_rank else f"ranks {self.first_rank}-{last}"
+
+    @property
     def started(self) -> bool:
         return len(self.report.ranks) == self.slot.processes and all(
             rank.state is not RankState.WAITING for rank in self.report.ranks
@@ -464,7 +469,8 @@ class KeptJob:
         """Name every host that keeps the others waiting, and its last state."""
         late = [host for host in self._hosts.values() if not host.started]
         states = ", ".join(
-            f"{host.slot.name} ({host.error or host.report.phase.value})" for host in late[:8]
+            f"{host.ranks} on {host.slot.name} ({host.error or host.report.phase.value})"
+            for host in late[:8]
         )
         more = f" and {len(late) - 8} more" if len(late) > 8 else ""
         return Failure(
