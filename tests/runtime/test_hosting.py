@@ -22,6 +22,7 @@ import psutil
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from gpulayer_mesh.core import certificates, roster, wire
+from gpulayer_mesh.core import job as keeping
 from gpulayer_mesh.core.jobspec import (
     GoOrder,
     HostPhase,
@@ -849,6 +850,23 @@ async def test_new_agent_learns_how_ranks_ended_meanwhile(mesh: Mesh) -> None:
     assert failure is not None
     assert (failure.rank, failure.code) == (0, 7)
     assert box.reservations.grants == ()
+
+
+async def test_ranks_of_an_agent_that_stays_away_end_before_the_job_is_forgotten(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert hosting.hosted.agent_silence_s(mesh.spec("box-0")) == 300
+    spec = mesh.spec("box-0", "box-1", code=WAITS)
+    # Just after the others have given the node up.
+    silence_s = hosting.hosted.agent_silence_s(spec)
+    assert keeping.HOST_LOST_S < hosting.hosted.KEEPER_SILENT_S < silence_s == 30
+    monkeypatch.setattr(hosting.hosted, "agent_silence_s", lambda _: 3.0)
+    _, second = await running(mesh, spec)
+    (rank,) = second.host.jobs[JOB].report().ranks
+    await second.crash()
+    await eventually(lambda: not second.shims.alive(second.work.parent))
+    assert rank.pid is not None
+    assert not psutil.pid_exists(rank.pid)
 
 
 async def test_participants_new_agent_goes_on_under_the_keeper(mesh: Mesh) -> None:

@@ -34,6 +34,7 @@ from gpulayer_mesh.errors import IllegalTransitionError
 
 KEEPER_SILENT_S = 25.0  # above the keeper's 20 s: it gives a node up before the node gives up
 SILENT_GRACE_S = 5.0  # then; the job is lost anyway, and the devices are wanted elsewhere
+ALONE_S = 300.0  # without an agent: an update or a crash of it costs a job on this node nothing
 START_S = 30.0  # from the start order to the last rank's process; a cold disk needs some
 CLEANUP_S = 20.0  # all ranks are gone, the shim still ends what they left behind
 KILL_AFTER_S = 2.0  # past the grace; the shim kills by itself at the end of the grace
@@ -42,6 +43,15 @@ HISTORY = 64  # entries
 TAIL_LINES = 60  # limit of `RankStatus.tail`
 TAIL_CHARS = 16 * 1024  # per rank: a traceback with long lines
 TAILS_MAX = 8  # ranks with a tail per report, the earliest failures: bounds a report to 128 KiB
+
+
+def agent_silence_s(spec: JobSpec) -> float:
+    """Return for how long ranks go on while no agent watches over them.
+
+    Where other nodes take part these give the node up after a while, and the job is lost: ranks
+    that went on would only hold devices.
+    """
+    return ALONE_S if len(spec.slots) == 1 else KEEPER_SILENT_S + SILENT_GRACE_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -432,6 +432,7 @@ class JobHost:
             cookie=host.cookie,
             grace_s=spec.stop_grace_s,
             raised_grace_s=job.raised_grace_s(spec),
+            agent_silence_s=hosted.agent_silence_s(spec),
             secrets=tuple(order.secrets.values()),
         )
 
