@@ -172,6 +172,8 @@ class Soak:
         while sum(self.killed.values()) < kills:
             left = kills - sum(self.killed.values())
             self.one_job(min(left, self.rng.choice((1, 1, 2, 3))))
+            if self.jobs % 20 == 0:
+                print(f"  {self.jobs} jobs, {sum(self.killed.values())} kills", flush=True)
 
     def one_job(self, kills: int) -> None:
         until(self.ready, END_S)
