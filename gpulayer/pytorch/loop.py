@@ -32,7 +32,7 @@ from gpulayer.pytorch.module import Module
 from gpulayer.pytorch.precision import ScaledOptimizer
 from gpulayer.pytorch.prefetch import Prefetching
 from gpulayer.pytorch.resume import Place, Position, Resume, begin
-from gpulayer.pytorch.stopping import Signals, end_for
+from gpulayer.pytorch.stopping import end_for
 
 if TYPE_CHECKING:
     from gpulayer.pytorch.optimizers import SchedulerConfig
@@ -107,6 +107,7 @@ class FitLoop:
         # stopping by a signal, and what ranks tell each other
         self._lockstep: Lockstep | None = None
         self._began_s = 0.0  # the batch in hand
+        self._running = False
         self._signal: int | None = None  # that this process was sent
         self._stop_after = _INF  # the batch of this fit's total after which to think of stopping
         self.interrupted = False
@@ -136,15 +137,16 @@ class FitLoop:
         """
         if self._done():
             return
-        with Signals(self._ask_to_stop):
-            self._lockstep = self._open_lockstep()
-            try:
-                self._run()
-                if self.interrupted or self._signal is not None:
-                    raise self._end_of_signal()
-            finally:
-                if self._lockstep is not None:
-                    self._lockstep.close()
+        self._lockstep = self._open_lockstep()
+        self._running = True
+        try:
+            self._run()
+            if self.interrupted or self._signal is not None:
+                raise self._end_of_signal()
+        finally:
+            self._running = False
+            if self._lockstep is not None:
+                self._lockstep.close()
 
     def _run(self) -> None:
         if self.evaluation is not None and self._validating_epoch():
@@ -412,7 +414,7 @@ class FitLoop:
         store = runtime.store("gpulayer.fit")
         if store is None:
             return None
-        opened = Lockstep(
+        return Lockstep(
             store,
             runtime.rank,
             runtime.world_size,
@@ -421,12 +423,12 @@ class FitLoop:
             plan_stop=self._plan_stop,
             deadline_s=store.timeout.total_seconds(),
         )
-        if self._signal is not None:  # it came first
-            opened.ask_to_stop(self._signal)
-        return opened
 
     def _meet(self) -> None:
-        """Wait for all ranks, who must have trained the same batches; learn whether to stop."""
+        """Wait at an epoch's end for all ranks, who must have trained the same batches.
+
+        From here on `interrupted` is the same on all.
+        """
         if self._lockstep is None:
             self.interrupted = self.interrupted or self._signal is not None
             return
@@ -440,8 +442,13 @@ class FitLoop:
                 stacklevel=3,
             )
 
-    def _ask_to_stop(self, number: int) -> None:
-        """Take a signal; runs between any two instructions of the training."""
+    def ask_to_stop(self, number: int) -> bool:
+        """Take a signal; returns whether training goes on until it can end well.
+
+        Runs between any two instructions.
+        """
+        if not self._running:
+            return False
         self._signal = number
         if self._lockstep is not None:
             self._lockstep.ask_to_stop(number)
@@ -449,8 +456,9 @@ class FitLoop:
             if self._place is Place.VALIDATION:  # it may be long, and changes nothing that is saved
                 self.interrupted = True
                 self.trainer._save_final()
-                raise end_for(number)
+                return False
             self._stop_after = 0
+        return True
 
     def _plan_stop(self, batch: int) -> None:
         self._stop_after = batch
@@ -709,6 +717,8 @@ class FitLoop:
 
     def _validate(self) -> None:
         assert self.evaluation is not None
+        if self._lockstep is not None:  # its results are reduced: nobody may be elsewhere then
+            self._lockstep.meet()
         self._place = Place.VALIDATION
         if self._stepping:  # in mid-window the gradients so far are kept
             self._metrics.hook = ""

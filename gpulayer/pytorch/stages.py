@@ -19,6 +19,7 @@ from gpulayer.pytorch.loop import FitLoop, fit_batches
 from gpulayer.pytorch.module import Module, overridden
 from gpulayer.pytorch.prediction import Prediction
 from gpulayer.pytorch.runtime import Runtime
+from gpulayer.pytorch.stopping import Signals
 from gpulayer.pytorch.strategy import Replicated, Strategy
 from gpulayer.pytorch.timer import Timer
 
@@ -169,30 +170,31 @@ def _around(trainer: Trainer, model: Module, stage: str) -> Iterator[None]:
     """Attach the module, set up, and tear down; an exception reaches `on_exception`."""
     trainer._begin(model, stage)
     hooks = trainer._hooks = Hooks(trainer, model, trainer.callbacks)
-    try:
-        backends.set_deterministic(trainer.deterministic)
-        backends.set_benchmark(trainer.benchmark, trainer.deterministic, steps=0)
-        trainer._runtime = runtime = Runtime(
-            trainer.accelerator,
-            trainer.precision,
-            find_unused_parameters=trainer.strategy == "ddp_find_unused_parameters_true",
-        )
-        trainer._metrics.start(runtime)
-        trainer._open_log()
-        if overridden(model, "prepare_data"):
-            if runtime.local_rank == 0:
-                model.prepare_data()
-            runtime.barrier()
-        _call(trainer, "setup", stage)
-        model.configure_model()
-        trainer._metrics.forget()
-        yield
-        _call(trainer, "teardown", stage)
-    except BaseException as error:
-        hooks.of_callbacks("on_exception", error)
-        raise
-    finally:
-        trainer.stage = None
+    with Signals(trainer._signalled):
+        try:
+            backends.set_deterministic(trainer.deterministic)
+            backends.set_benchmark(trainer.benchmark, trainer.deterministic, steps=0)
+            trainer._runtime = runtime = Runtime(
+                trainer.accelerator,
+                trainer.precision,
+                find_unused_parameters=trainer.strategy == "ddp_find_unused_parameters_true",
+            )
+            trainer._metrics.start(runtime)
+            trainer._open_log()
+            if overridden(model, "prepare_data"):
+                if runtime.local_rank == 0:
+                    model.prepare_data()
+                runtime.barrier()
+            _call(trainer, "setup", stage)
+            model.configure_model()
+            trainer._metrics.forget()
+            yield
+            _call(trainer, "teardown", stage)
+        except BaseException as error:
+            hooks.of_callbacks("on_exception", error)
+            raise
+        finally:
+            trainer.stage = None
 
 
 def _call(trainer: Trainer, name: str, *args: Any) -> None:

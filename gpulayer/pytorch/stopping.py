@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM while a fit runs: it ends after the batch in hand; another ends it at once.
+"""SIGINT and SIGTERM while a Trainer call runs: what it is told first, and that another ends it.
 
 Handlers that a script has set stay. Knows nothing of batches or ranks.
 """

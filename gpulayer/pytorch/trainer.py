@@ -41,6 +41,7 @@ from gpulayer.pytorch.module import Module
 from gpulayer.pytorch.optimizers import SchedulerConfig
 from gpulayer.pytorch.progress import Progress, Status
 from gpulayer.pytorch.runtime import Runtime
+from gpulayer.pytorch.stopping import end_for
 from gpulayer.pytorch.timer import Timer
 
 _LOGS = "gpulayer_logs"
@@ -462,6 +463,11 @@ class Trainer:
                 row.setdefault("epoch", self.current_epoch)
                 step = self._batches_that_stepped + shift
         self._file.write(row, step)
+
+    def _signalled(self, number: int) -> None:
+        """Take SIGINT or SIGTERM: a training ends well, everything else at once."""
+        if self._loop is None or not self._loop.ask_to_stop(number):
+            raise end_for(number)
 
     def _save_final(self) -> None:
         """Have the state at the end of a fit written, unless a checkpoint holds it already."""

@@ -325,6 +325,39 @@ def test_oversized_post_is_refused() -> None:
         (
             """
             class Stops(Net):
+                def on_train_batch_end(self, outputs, batch, batch_idx):
+                    if RANK == 1 and batch_idx == 3:
+                        self.trainer.should_stop = True
+
+                def validation_step(self, batch, batch_idx):
+                    self.log("val", self.loss(batch))
+
+            trainer(max_epochs=2).fit(
+                Stops(), DataLoader(samples(64), 4), DataLoader(samples(8), 4)
+            )
+            """,
+            "rank 0 went on with batch 5, rank 1 ended the epoch after batch 4",
+        ),
+        (
+            """
+            class Short:
+                def __len__(self):
+                    return 5
+
+                def __iter__(self):
+                    return iter([(torch.ones(2, 4), torch.ones(2, 1))] * (3 if RANK else 5))
+
+            class Validates(Net):
+                def validation_step(self, batch, batch_idx):
+                    pass
+
+            trainer().fit(Validates(), Short(), DataLoader(samples(8), 4))
+            """,
+            "rank 0 went on with batch 4, rank 1 ended the epoch after batch 3",
+        ),
+        (
+            """
+            class Stops(Net):
                 def on_train_epoch_end(self):
                     self.trainer.should_stop = RANK == 1
 
@@ -333,7 +366,13 @@ def test_oversized_post_is_refused() -> None:
             "whether training ends with epoch 0 differs between ranks: rank 0: False, rank 1: True",
         ),
     ],
-    ids=["uneven loader", "should_stop in a batch", "should_stop after an epoch"],
+    ids=[
+        "uneven loader",
+        "should_stop in a batch",
+        "should_stop and validation",
+        "short loader and validation",
+        "should_stop after an epoch",
+    ],
 )
 def test_ranks_that_part_are_named_and_do_not_hang(body: str, text: str, tmp_path: Path) -> None:
     ranks = Ranks(tmp_path / "two", body, world=2)

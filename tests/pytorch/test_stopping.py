@@ -136,6 +136,25 @@ def test_sigterm_ends_with_its_exit_code(tmp_path: Path) -> None:
     assert (tmp_path / "gpulayer_logs/version_0/checkpoints/final.ckpt").is_file()
 
 
+@pytest.mark.parametrize(
+    "hook", ["setup", "on_fit_start", "on_sanity_check_start", "on_fit_end", "teardown"]
+)
+def test_signal_around_the_training_ends_it_at_once_and_is_told(hook: str, tmp_path: Path) -> None:
+    sends = Sends(hook, 1, signal.SIGTERM)
+    with pytest.raises(SystemExit) as error:
+        fit(trainer(tmp_path, sends, num_sanity_val_steps=1))
+    assert error.value.code == 128 + signal.SIGTERM
+    assert isinstance(sends.error, SystemExit)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_signal_ends_an_evaluation_at_once(tmp_path: Path) -> None:
+    sends = Sends("on_validation_batch_start", 1, signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        trainer(tmp_path, sends).validate(Net(), loader())
+    assert isinstance(sends.error, SystemExit)
+
+
 def test_signal_after_the_last_batch_is_not_lost(tmp_path: Path) -> None:
     ended = Sends("on_train_end", 1)
     with pytest.raises(KeyboardInterrupt):
