@@ -168,6 +168,7 @@ def submit(
     env: Mapping[str, str] | Iterable[str] | None = None,
     secrets: Mapping[str, str] | Iterable[str] | None = None,
     stop_grace_s: float = 30.0,
+    wait_s: float | None = None,
     root: str | Path | None = None,
 ) -> Job:
     """Run `function(*args, **kwargs)` on machines of the mesh; returns once it has been started.
@@ -187,6 +188,8 @@ def submit(
         target: "auto", "mesh", node names, "zone:NAME", "!NAME".
         env, secrets: variables for the ranks; a list of names takes this process's values.
         stop_grace_s: what the ranks get to end after a stop.
+        wait_s: how long to queue for busy machines at most; None: as long as it takes, 0: not at
+            all. Then PlacementBusyError is raised.
         root: the folder that is shipped and imported from; default: the one of the script that
             runs, or the working directory in a notebook or REPL.
 
@@ -214,6 +217,7 @@ def submit(
             env=env,
             secrets=secrets,
             stop_grace_s=stop_grace_s,
+            wait_s=wait_s,
         )
         return Job(_run(lambda: _start(request)), folder)
 
@@ -305,6 +309,7 @@ def _request(reference: str, root: Path, arguments: Path, **asked: Any) -> Any:
         env=environment.variables(asked["env"]),
         secrets=environment.variables(asked["secrets"]),
         stop_grace_s=asked["stop_grace_s"],
+        wait_s=asked["wait_s"],
         extra_files={called.ARGUMENTS: arguments},
     )
 

@@ -110,7 +110,7 @@ class JobRequest:
             problems.append(f"stop grace must be 0 to 86400 seconds, got {grace_s!r}")
         wait_s: object = self.wait_s
         number = isinstance(wait_s, int | float) and not isinstance(wait_s, bool)
-        if wait_s is not None and (not number or not 0 <= float(self.wait_s or 0) <= WAIT_MAX_S):
+        if wait_s is not None and not (number and 0 <= (self.wait_s or 0) <= WAIT_MAX_S):
             problems.append(f"wait must be None or 0 to {WAIT_MAX_S} seconds, got {wait_s!r}")
         problems += env.problems("env", self.env) + env.problems("secrets", self.secrets)
         if problems:

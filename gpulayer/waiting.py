@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Protocol, TypeVar
 
 from gpulayer_mesh.core import placement, tickets
@@ -106,7 +107,7 @@ async def in_turn(
             if wait_s is not None and waited_s >= wait_s:
                 raise _gave_up(busy, waited_s)
             candidates = placement.candidates(request, line.fresh(snapshot), line.kept())
-            if candidates:
+            if candidates and line.number:
                 sure = clock()
             elif clock() - sure >= UNSURE_S:
                 raise busy
@@ -174,7 +175,8 @@ class _Line:
         if nodes and not self.number:
             self.number = await self._take_number(nodes)
         self.waits = True
-        if not self.number:  # nobody knows yet which nodes could take part
+        if not self.number:  # too few nodes could take part as far as known, or all are silent
+            self.silent = dict.fromkeys(nodes, "does not answer")
             return
         ticket = Ticket(
             self.number,
@@ -189,8 +191,7 @@ class _Line:
         answers = await _ask(nodes, lambda node: self.mesh.stand(node, ticket))
         self.standings = {n: one for n, one in answers.items() if isinstance(one, Standing)}
         errors = {n: one for n, one in answers.items() if isinstance(one, GpuLayerError)}
-        if answers and all(isinstance(one, NotAllowedError) for one in answers.values()):
-            raise next(iter(errors.values()))
+        _raise_if_not_allowed(answers.values())
         self.silent = {
             node: "does not answer" if isinstance(one, TransportError) else f"says: {one.message}"
             for node, one in errors.items()
@@ -200,19 +201,20 @@ class _Line:
                 raise StoppedError(f"stopped by {standing.stopped} while it was queued")
 
     async def _take_number(self, nodes: Sequence[NodeId]) -> int:
-        """Return a number above all that these nodes know.
+        """Return a number above all that these nodes know, 0 if they say nothing.
 
         Who stands on a node that says nothing may have a higher one and be overtaken there, so it
         is asked more than once.
         """
-        heard: list[Ticket] = []
+        heard: list[list[Ticket]] = []
         for _ in range(ASKS):
             answers = await _ask(nodes, self.mesh.tickets)
-            heard += [t for one in answers.values() if isinstance(one, list) for t in one]
+            _raise_if_not_allowed(answers.values())
+            heard += [one for one in answers.values() if isinstance(one, list)]
             nodes = [n for n, one in answers.items() if isinstance(one, TransportError)]
             if not nodes:
                 break
-        return tickets.next_number(heard)
+        return tickets.next_number(chain(*heard)) if heard else 0
 
     async def leave(self) -> None:
         """Take all tickets back."""
@@ -222,6 +224,13 @@ class _Line:
                     sorted(self.registered),
                     lambda node: self.mesh.drop_ticket(node, self.who.job),
                 )
+
+
+def _raise_if_not_allowed(answers: Collection[object]) -> None:
+    """Raise what all nodes say; one alone may only know an older roster."""
+    refusals = [one for one in answers if isinstance(one, NotAllowedError)]
+    if refusals and len(refusals) == len(answers):
+        raise refusals[0]
 
 
 def reasons(busy: PlacementBusyError) -> str:

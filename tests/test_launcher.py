@@ -108,6 +108,10 @@ def test_request_names_all_its_problems_at_once() -> None:
         ("stop_grace_s", "30", "stop grace must be 0 to 86400 seconds, got '30'"),
         ("stop_grace_s", True, "stop grace must be"),
         ("stop_grace_s", float("nan"), "stop grace must be"),
+        ("wait_s", "10m", "wait must be None or 0 to 10000000 seconds, got '10m'"),
+        ("wait_s", False, "wait must be"),
+        ("wait_s", -1.0, "wait must be"),
+        ("wait_s", float("nan"), "wait must be"),
     ],
 )
 def test_impossible_input_is_refused_before_any_plan(field: str, value: object, words: str) -> None:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from gpulayer_mesh.client import Queued
 from gpulayer_mesh.core.jobspec import (
     Failure,
     HostPhase,
@@ -21,6 +22,7 @@ from gpulayer_mesh.core.jobspec import (
 )
 from gpulayer_mesh.core.logrecord import LogRecord, LogStream
 from gpulayer_mesh.core.placement import Plan
+from gpulayer_mesh.core.tickets import Ticket
 from gpulayer_mesh.core.types import (
     Accelerator,
     Address,
@@ -406,6 +408,18 @@ def test_success_and_stop_take_one_line() -> None:
         "cancelled after 12s: stopped by laptop"
         in outcome(record(JobState.CANCELLED, cause="stopped by laptop"))[0]
     )
+
+
+def test_queued_job_stands_on_top_with_place_and_reason() -> None:
+    ticket = Ticket(4, "7ht91zzkyy", "9" * 64, "laptop-2", "big.py", "3 nodes", "box-1 is silent")
+    lines = views.job_lines([record(JobState.RUNNING)], [Queued(ticket, 2, ("1" * 64,))], width=120)
+    shown = " ".join(lines[1].split())
+    assert shown.startswith("7ht91zzkyy queued #2 big.py - needs 3 nodes; box-1 is silent laptop-2")
+    assert "k7f2k7f2k7" in lines[2]
+    waits, runs = views.jobs_json([record(JobState.RUNNING)], [Queued(ticket, 2, ())])["jobs"]
+    assert waits.keys() == runs.keys()
+    assert (waits["state"], waits["nodes"], runs["queue"]) == ("pending", [], None)
+    assert waits["queue"] == {"position": 2, "needs": "3 nodes", "why": "box-1 is silent"}
 
 
 def test_job_json_is_stable_and_carries_no_secret() -> None:

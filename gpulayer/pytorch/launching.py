@@ -57,6 +57,7 @@ def launch(
     env: Mapping[str, str] | Iterable[str] | None = None,
     secrets: Mapping[str, str] | Iterable[str] | None = None,
     stop_grace_s: float = 30.0,
+    wait_s: float | None = None,
     detach: bool = False,
     dry_run: bool = False,
     **unknown: Any,
@@ -73,6 +74,8 @@ def launch(
         accelerator: "auto", "cpu", "gpu", "cuda", "rocm" or "mps".
         target: "auto", "local", "mesh", node names, "zone:NAME", "!NAME".
         env, secrets: variables for the ranks; a list of names takes this process's values.
+        wait_s: how long to queue for busy machines at most; None: as long as it takes, 0: not at
+            all. Then it exits with code 4.
     """
     arguments.refuse("launch", unknown, {"num_nodes": "machines are nodes here"})
     place = rank_env()
@@ -106,6 +109,7 @@ def launch(
         env=environment.variables(env),
         secrets=environment.variables(secrets),
         stop_grace_s=stop_grace_s,
+        wait_s=wait_s,
         detach=detach,
         dry_run=dry_run,
     )

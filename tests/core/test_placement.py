@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from gpulayer_mesh.core.placement import Plan, Request, plan
+from gpulayer_mesh.core.placement import Plan, Request, candidates, plan
 from gpulayer_mesh.core.types import (
     Accelerator,
     Capabilities,
@@ -444,3 +444,35 @@ def test_plans_never_overcommit_and_explain_every_node(
         if request_.devices != "auto":
             assert slot.processes == request_.devices
     assert len(versions) == 1
+
+
+def test_node_that_is_kept_for_others_is_busy_and_can_take_part_later() -> None:
+    snapshot = mesh(member("a"), member("b"), member("gone", state=NodeState.DEAD))
+    kept = {snapshot.members[0].node: "kept for job k7f2 from laptop-2, which came first"}
+    assert names(plan(Request(), snapshot, kept)) == ["b"]
+    with pytest.raises(PlacementBusyError) as caught:
+        plan(Request(2), snapshot, kept)
+    assert why(caught.value.refusals, "a") == Refusal("a", kept[snapshot.members[0].node], False)
+    assert caught.value.counted == ("b",)
+    # What can never do it is not excused by a queue.
+    with pytest.raises(PlacementError) as impossible:
+        plan(Request(2, 99), snapshot, kept)
+    assert not isinstance(impossible.value, PlacementBusyError)
+
+
+def test_candidates_are_free_and_busy_nodes_of_the_best_accelerator() -> None:
+    held = member("held", caps(1), grants=(Grant("k7f2", 1, (0,)),))
+    small, free = member("small"), member("free", caps(1))
+    snapshot = mesh(held, small, free)
+    assert set(candidates(Request(2), snapshot)) == {held.node, free.node}
+    assert set(candidates(Request(2), snapshot, {free.node: "kept"})) == {held.node, free.node}
+    assert set(candidates(Request(3), snapshot)) == {held.node, small.node, free.node}
+    assert candidates(Request(4), snapshot) == ()
+    assert candidates(Request(target="held"), snapshot) == (held.node,)
+
+
+def test_node_that_may_never_do_it_is_no_candidate() -> None:
+    unsure = mesh(member("a"), member("b", caps(torch=None)))
+    busy(Request(2), unsure)
+    assert candidates(Request(2), unsure) == ()
+    assert len(candidates(Request(2, torch=False), unsure)) == 2

@@ -39,6 +39,7 @@ from gpulayer_mesh.errors import (
     TransportError,
 )
 from job_cases import node, spec
+from virtual_loop import VirtualLoop
 
 from gpulayer import launcher, waiting
 
@@ -50,23 +51,6 @@ ALL_SUBMITTED_S = 100.0  # and every fault has happened
 HORIZON_S = 3600.0  # far more than all jobs one after another
 FREE_S = TICKET_S + LEASE_S + LATE_S + 4.0  # then nothing of a launcher is left that died
 SEEDS = 120
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Its clock jumps to the next timer as soon as nothing is left to do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._virtual = 0.0
-
-    def time(self) -> float:
-        return self._virtual
-
-    def _run_once(self) -> None:
-        if not self._ready:  # type: ignore[attr-defined]
-            timers = [t.when() for t in self._scheduled if not t.cancelled()]  # type: ignore[attr-defined]
-            self._virtual = max(self._virtual, min(timers, default=self._virtual))
-        super()._run_once()  # type: ignore[misc]
 
 
 @dataclass(slots=True)
@@ -317,6 +301,7 @@ class World:
         """Nobody who had registered here before this one came here may still wait."""
         mine = next(one for one in self.jobs if one.ident == job)
         came = mine.heard.get(where.index, mine.asked if not mine.heard else 0.0)
+        # One that had to wait and never heard from this node can have a number that is too low.
         for other in self.jobs:
             first, newest = where.registered.get(other.ident, (None, None))
             if other is mine or first is None or newest is None or first >= came:
