@@ -132,6 +132,7 @@ def _job(
         env=trainer._env,
         secrets=trainer._secrets,
         stop_grace_s=trainer._stop_grace_s,
+        wait_s=trainer._wait_s,
         call=index,
         extra_files=files,
     )

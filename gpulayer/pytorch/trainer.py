@@ -64,6 +64,7 @@ class Trainer:
         target: "auto" (here if possible), "local", "mesh", node names, "zone:NAME", "!NAME".
         env, secrets: environment variables for ranks elsewhere; a list takes this process's values.
         stop_grace_s: what ranks elsewhere get to end after Ctrl-C.
+        wait_s: how long to queue for busy machines; None: as long as it takes, 0: not at all.
         max_epochs, min_epochs, max_steps, min_steps: limits; steps are optimizer steps, -1 is none.
         max_time: "DD:HH:MM:SS", a timedelta or a dict of its arguments: adds a `Timer`.
         callbacks: one `Callback` or a list of them.
@@ -107,6 +108,7 @@ class Trainer:
         env: Mapping[str, str] | Iterable[str] | None = None,
         secrets: Mapping[str, str] | Iterable[str] | None = None,
         stop_grace_s: float = 30.0,
+        wait_s: float | None = None,
         callbacks: Callback | Iterable[Callback] | None = None,
         max_epochs: int | None = None,
         min_epochs: int | None = None,
@@ -150,6 +152,7 @@ class Trainer:
         self._env = environment.variables(env)
         self._secrets = environment.variables(secrets)
         self._stop_grace_s = stop_grace_s
+        self._wait_s = wait_s
         self.max_epochs = (
             None if max_epochs is None else arguments.at_least("max_epochs", max_epochs, -1)
         )
