@@ -133,7 +133,8 @@ class Progress:
 
     def _print(self, line: str, *, stays: bool) -> None:
         if self._live:
-            padded = line.ljust(self._width)
+            # A viewer of the job clears the line itself.
+            padded = line.ljust(self._width) if self._stream.isatty() else line
             self._width = 0 if stays else len(line)
             self._stream.write(f"\r{padded}" + ("\n" if stays else ""))
         else:
