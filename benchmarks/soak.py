@@ -193,20 +193,28 @@ class Soak:
             [GPULAYER, "run", *options, "--", *command], cwd=self.script
         )
         began = time.monotonic()
-        # From the plan, through the start, to the end: half of the moments while it runs.
-        moments = sorted(self.rng.uniform(0.3, 3.0) for _ in range(kills))
-        ending = self.rng.uniform(1.5, 3.2)
-        for moment in (*moments, None):
-            if moment is None or (moment > ending and not finish.exists()):
-                sleep_until(began + ending)
+        for left in reversed(range(kills)):
+            if self.rng.random() < 0.35:  # between the plan and the start
+                sleep_until(began + self.rng.uniform(0.3, 2.5))
+            else:
+                self.await_running(job, launcher)
+                time.sleep(self.rng.uniform(0.0, 0.8))
+            if not left and self.rng.random() < 0.4:  # around the end
                 finish.touch()
-            if moment is not None:
-                sleep_until(began + moment)
-                self.kill_something(job, launcher)
+                time.sleep(self.rng.uniform(0.0, 0.3))
+            self.kill_something(job, launcher)
+        time.sleep(self.rng.uniform(0.0, 0.5))
+        finish.touch()
         try:
             self.judge(job, launcher)
         except (AssertionError, subprocess.TimeoutExpired) as error:
             self.violate(job, f"{error}", launcher)
+
+    def await_running(self, job: Job, launcher: Process) -> None:
+        """Return once all ranks print, or when no start is in sight any more."""
+        end = time.monotonic() + 20.0
+        while not job.runs() and launcher.poll() is None and time.monotonic() < end:
+            time.sleep(0.02)
 
     def ready(self) -> bool:
         done = self.mesh.laptop.run([GPULAYER, "mesh", "status", "--json"], timeout=60)
