@@ -160,7 +160,9 @@ class Entry:
         self.fold()
         if self.total is None:
             return None
-        total = self.total / self.weight if self.fx == "mean" else self.total
+        total = self.total
+        if self.fx == "mean":  # 0: batches without a sample
+            total = total / self.weight if self.weight else float("nan")
         return torch.as_tensor(total).to(self.dtype)
 
     def state(self) -> dict[str, Any]:
@@ -378,7 +380,7 @@ class Metrics:
         name: str,
         value: Any,
         prog_bar: bool,
-        logger: bool,
+        logger: bool | None,
         on_step: bool | None,
         on_epoch: bool | None,
         reduce_fx: Any,
@@ -439,6 +441,11 @@ class Metrics:
             if fx == "mean":
                 if batch_size is None:
                     batch_size = self._batch_size or self._find_batch_size(name)
+                elif not batch_size > 0:
+                    raise ArgumentError(
+                        f"self.log({name!r}, ..., batch_size={batch_size!r}): it is the value's "
+                        "weight in the mean of the epoch and must be above 0"
+                    )
                 entry.add(value, batch_size)
             elif fx == "sum":
                 entry.add(value, 1)
@@ -475,14 +482,22 @@ class Metrics:
                 f"self.log({name!r}, ...): the loader's index is appended by itself",
                 hint="leave it out of the name, or pass add_dataloader_idx=False",
             )
+        on_step = defaults[0] if on_step is None else on_step
+        on_epoch = defaults[1] if on_epoch is None else on_epoch
+        if not on_step and not on_epoch:
+            raise ArgumentError(
+                f"self.log({name!r}, ..., on_step=False, on_epoch=False) in {self.hook} keeps "
+                "nothing",
+                hint="pass on_epoch=True, or leave the call out",
+            )
         return Entry(
             self.hook,
             name,
             _FUNCTIONS[fx],
-            on_step=defaults[0] if on_step is None else on_step,
-            on_epoch=defaults[1] if on_epoch is None else on_epoch,
+            on_step=on_step,
+            on_epoch=on_epoch,
             prog_bar=prog_bar,
-            logger=logger,
+            logger=logger is None or logger,
             sync=self._shared() and sync_dist and not zero_only,
             dataloader_idx=loader,
             suffix=add_loader and loader is not None,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from one_weight import OneWeight, loader, trainer
+from torch.utils.data import DataLoader
 
 from gpulayer.pytorch.arguments import ArgumentError
 from gpulayer.pytorch.metrics import reduce_named
@@ -120,6 +123,62 @@ def test_same_name_with_other_options_is_refused_and_with_the_same_adds_a_sample
 
     with pytest.raises(ArgumentError, match="different options"):
         validated(differently)
+
+
+@pytest.mark.parametrize("given", [{"on_step": False, "on_epoch": False}, {"on_epoch": False}])
+def test_value_that_is_kept_nowhere_is_refused_as_by_lightning(
+    given: dict[str, bool], lightning: Any
+) -> None:
+    with pytest.raises(ArgumentError, match=r"self\.log\('v'.*keeps nothing"):
+        validated(lambda model, x: model.log("v", 1.0, **given))
+
+    class Theirs(lightning.LightningModule):  # type: ignore[misc]
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("v", 1.0, **given)
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    theirs = lightning.Trainer(accelerator="cpu", devices=1, **quiet)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(Exception, match="is not useful"):
+            theirs.validate(Theirs(), loader(1))
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, float("nan")])
+def test_impossible_batch_size_is_refused_at_the_call(batch_size: Any) -> None:
+    refused = []
+
+    def log(model: Logging, x: torch.Tensor) -> None:
+        with pytest.raises(ArgumentError, match=r"self\.log\('v'.*batch_size=") as caught:
+            model.log("v", 1.0, batch_size=batch_size)
+        refused.append(str(caught.value))
+        model.log("sum", 1.0, batch_size=batch_size, reduce_fx="sum")  # it plays no part there
+
+    assert validated(log)["sum"] == 3.0
+    assert f"batch_size={batch_size!r}" in refused[0]
+
+
+def test_mean_over_batches_without_a_sample_is_nan() -> None:
+    class Empty(OneWeight):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("tensor", batch.sum())
+            self.log("number", 1.0)
+
+    batches = DataLoader([torch.zeros(0)] * 2, batch_size=None)  # type: ignore[arg-type]
+    (found,) = trainer().validate(Empty(), batches, verbose=False)
+    assert [math.isnan(found[name]) for name in ("tensor", "number")] == [True, True]
+
+
+def test_logger_none_is_the_default() -> None:
+    class Model(OneWeight):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("kept", 1.0, logger=None)
+            self.log("dropped", 1.0, logger=False)
+            return super().training_step(batch, batch_idx)
+
+    used = trainer()
+    used.fit(Model(), loader(1))
+    assert set(used.logged_metrics) == {"kept"}
 
 
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_train_end", "on_validation_end", "setup"])
