@@ -91,19 +91,33 @@ def named_env(names: Iterable[str]) -> dict[str, str]:
     return chosen
 
 
-def variables(given: Mapping[str, str] | Iterable[str] | None) -> dict[str, str]:
+def variables(
+    given: Mapping[str, str] | Iterable[str] | None, argument: str = "env"
+) -> dict[str, str]:
     """Return variables given as a mapping or as names, as `env=` and `secrets=` take them.
+
+    Args:
+        argument: what the caller knows them as: "env" or "secrets", whose values are not shown.
 
     Raises:
         ConfigError: a variable is not set here, or a single text was given.
+        TypeError: it is neither a mapping nor a list of names.
     """
     if given is None:
         return {}
     if isinstance(given, Mapping):
         return dict(given)
+    shown = (
+        f"{argument}={given!r}"
+        if argument == "env"
+        else f"{argument} is one {type(given).__name__}"
+    )
     if isinstance(given, str):
-        raise ConfigError(f"env={given!r}: give a list of names or a mapping")
-    return named_env(given)
+        raise ConfigError(f"{shown}: give a list of names or a mapping")
+    names = list(given) if isinstance(given, Iterable) else None
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"{shown}: give a list of names or a mapping")
+    return named_env(names)
 
 
 def _encodable(text: str) -> bool:

@@ -307,7 +307,7 @@ def _request(reference: str, root: Path, arguments: Path, **asked: Any) -> Any:
         accelerator=accelerator_of(asked["accelerator"]),
         target=asked["target"] if isinstance(asked["target"], str) else tuple(asked["target"]),
         env=environment.variables(asked["env"]),
-        secrets=environment.variables(asked["secrets"]),
+        secrets=environment.variables(asked["secrets"], "secrets"),
         stop_grace_s=asked["stop_grace_s"],
         wait_s=asked["wait_s"],
         extra_files={called.ARGUMENTS: arguments},

@@ -21,7 +21,7 @@ def limit(name: str, value: float | None) -> int | float:
     """Return a batch limit: an int counts batches, a float in [0, 1] is a fraction."""
     if value is None:
         return 1.0
-    if isinstance(value, int | float) and value >= 0:
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 0:
         if isinstance(value, int) or value <= 1.0:
             return value
         if value.is_integer():
@@ -55,6 +55,35 @@ def at_least(name: str, value: Any, least: int) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return value
     raise ArgumentError(f"{name} must be an int >= {least}, got {value!r}")
+
+
+def flag(name: str, value: Any, *, none: bool | None = None, hint: str | None = None) -> bool:
+    """Return a switch: True, False, or the ints 1 and 0.
+
+    Args:
+        none: what None stands for; default: it is refused.
+        hint: what to do instead of passing something else.
+    """
+    if value is None and none is not None:
+        return none
+    if isinstance(value, int) and value in (0, 1):
+        return bool(value)
+    raise ArgumentError(f"{name} must be True or False, got {value!r}", hint=hint)
+
+
+def trial(value: Any) -> int:
+    """Return how many batches `fast_dev_run` asks for; 0: it is no trial run."""
+    if value is None or isinstance(value, bool):
+        return int(bool(value))
+    return at_least("fast_dev_run", value, 0)
+
+
+def seconds(name: str, value: Any) -> float:
+    """Return `value` if it is a number of seconds."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and 0 <= value < float("inf"):
+        return float(value)
+    raise ArgumentError(f"{name} must be a number of seconds >= 0, got {value!r}")
 
 
 def duration(name: str, value: Any) -> timedelta:

@@ -107,7 +107,7 @@ def launch(
         accelerator=accelerator,
         target=arguments.target(target),
         env=environment.variables(env),
-        secrets=environment.variables(secrets),
+        secrets=environment.variables(secrets, "secrets"),
         stop_grace_s=stop_grace_s,
         wait_s=wait_s,
         detach=detach,

@@ -58,7 +58,7 @@ class Trainer:
         strategy: "auto", "ddp" (whenever there are several processes),
             "ddp_find_unused_parameters_true", or "fsdp": parameters, gradients and optimizer
             states are split over the ranks.
-        devices: processes per node; "auto" is every GPU, or one process where there is none.
+        devices: processes per node; "auto" or -1 is every GPU, or one process where there is none.
         num_nodes: machines.
         precision: "32-true", "bf16-mixed" (cpu, cuda) or "16-mixed" (cuda).
         target: "auto" (here if possible), "local", "mesh", node names, "zone:NAME", "!NAME".
@@ -127,9 +127,9 @@ class Trainer:
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
-        logger: bool = True,
+        logger: bool | None = True,
         enable_checkpointing: bool | None = True,
-        enable_progress_bar: bool = True,
+        enable_progress_bar: bool | None = True,
         default_root_dir: str | Path | None = None,
         deterministic: backends.Deterministic = None,
         benchmark: bool | None = None,
@@ -150,15 +150,19 @@ class Trainer:
         self.precision = _precision(precision, accelerator)
         self.target = arguments.target(target)
         self._env = environment.variables(env)
-        self._secrets = environment.variables(secrets)
-        self._stop_grace_s = stop_grace_s
-        self._wait_s = wait_s
+        self._secrets = environment.variables(secrets, "secrets")
+        self._stop_grace_s = arguments.seconds("stop_grace_s", stop_grace_s)
+        self._wait_s = None if wait_s is None else arguments.seconds("wait_s", wait_s)
         self.max_epochs = (
             None if max_epochs is None else arguments.at_least("max_epochs", max_epochs, -1)
         )
-        self.min_epochs = min_epochs
+        self.min_epochs = (
+            None if min_epochs is None else arguments.at_least("min_epochs", min_epochs, 0)
+        )
         self.max_steps = arguments.at_least("max_steps", max_steps, -1)
-        self.min_steps = min_steps
+        self.min_steps = (
+            None if min_steps is None else arguments.at_least("min_steps", min_steps, 0)
+        )
         self.limit_train_batches = arguments.limit("limit_train_batches", limit_train_batches)
         self.limit_val_batches = arguments.limit("limit_val_batches", limit_val_batches)
         self.limit_test_batches = arguments.limit("limit_test_batches", limit_test_batches)
@@ -183,18 +187,26 @@ class Trainer:
         self.gradient_clip_algorithm = algorithm
         self.deterministic = backends.check_deterministic(deterministic)
         self.benchmark = backends.check_benchmark(benchmark)
-        self.inference_mode = inference_mode
-        self.use_distributed_sampler = use_distributed_sampler
-        self.prefetch = prefetch
+        self.inference_mode = arguments.flag("inference_mode", inference_mode)
+        self.use_distributed_sampler = arguments.flag(
+            "use_distributed_sampler", use_distributed_sampler
+        )
+        self.prefetch = arguments.flag("prefetch", prefetch)
+        batches = arguments.trial(fast_dev_run)
         self.fast_dev_run = fast_dev_run
         # What a job prints goes to viewers, who thin such lines where they are no terminal.
         place = environment.rank_env()
         live = place is not None and place.job is not None
-        self._progress = Progress(live=live) if enable_progress_bar else None
-        self._logger = logger
-        self._logs = logger  # not in a trial run
-        if fast_dev_run:
-            batches = arguments.at_least("fast_dev_run", int(fast_dev_run), 1)
+        shown = arguments.flag("enable_progress_bar", enable_progress_bar, none=True)
+        self._progress = Progress(live=live) if shown else None
+        self._logger = arguments.flag(
+            "logger",
+            False if isinstance(logger, list) and not logger else logger,
+            none=True,
+            hint="values go to metrics.csv; a Callback can send logged_metrics elsewhere",
+        )
+        self._logs = self._logger  # not in a trial run
+        if batches:
             self.limit_train_batches = self.limit_val_batches = batches
             self.limit_test_batches = self.limit_predict_batches = batches
             self.max_steps, self.max_epochs, self.num_sanity_val_steps = batches, 1, 0
@@ -205,7 +217,8 @@ class Trainer:
         self._log_dir: Path | None = None
         self._folders: list[Path] = []  # of the rank whose result was taken over
 
-        own = _with_checkpoint(_callbacks(callbacks), enable_checkpointing is not False)
+        saves = arguments.flag("enable_checkpointing", enable_checkpointing, none=True)
+        own = _with_checkpoint(_callbacks(callbacks), saves)
         self.callbacks = ordered(_with_timer(own, max_time))
 
         self.stage: str | None = None  # "fit", "validate", "test", "predict" while such a call runs
