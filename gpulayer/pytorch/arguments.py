@@ -131,6 +131,19 @@ def val_interval(
     )
 
 
+def clipping(gradient_clip_val: Any, gradient_clip_algorithm: Any) -> tuple[float, str]:
+    """Return to what and how gradients are clipped; 0 is not at all."""
+    value = 0.0 if gradient_clip_val is None else gradient_clip_val
+    if not isinstance(value, int | float):
+        raise TypeError(f"gradient_clip_val must be a number, got {value!r}")
+    algorithm = str(gradient_clip_algorithm or "norm").lower()
+    if algorithm not in ("norm", "value"):
+        raise ArgumentError(
+            f'gradient_clip_algorithm is "norm" or "value", not {gradient_clip_algorithm!r}'
+        )
+    return value, algorithm
+
+
 def accelerator(name: Any) -> str:
     """Return the name of a kind of device; which are here is not known yet."""
     known = ("auto", "cpu", "gpu", "cuda", "rocm", "mps")

@@ -327,8 +327,14 @@ class Module(nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients of the optimizer's parameters by 2-norm or by value."""
-        if gradient_clip_val is None or gradient_clip_val <= 0:
+        """Clip the gradients of the optimizer's parameters by 2-norm or by value.
+
+        Args:
+            gradient_clip_val, gradient_clip_algorithm: default: the Trainer's, from which they may
+                not differ where it has one.
+        """
+        gradient_clip_val, by = self._clipping(gradient_clip_val, gradient_clip_algorithm)
+        if gradient_clip_val <= 0:
             return
         if getattr(optimizer, "unscales_itself", False):
             raise ArgumentError(
@@ -340,7 +346,7 @@ class Module(nn.Module):
         parameters = [p for group in groups for p in group["params"] if p.grad is not None]
         if not parameters:  # training_step returned None; torch 2.13 cannot clip no value at all
             return
-        if (gradient_clip_algorithm or "norm") == "norm":
+        if by == "norm":
             torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val)
         else:
             torch.nn.utils.clip_grad_value_(parameters, gradient_clip_val)
@@ -417,6 +423,25 @@ class Module(nn.Module):
     def on_validation_end(self) -> None: ...
 
     def on_validation_epoch_start(self) -> None: ...
+
+    def _clipping(self, value: float | None, algorithm: str | None) -> tuple[float, str]:
+        given: dict[str, Any] = {
+            "gradient_clip_val": value,
+            "gradient_clip_algorithm": algorithm,
+        }
+        if isinstance(algorithm, str):
+            given["gradient_clip_algorithm"] = algorithm.lower()
+        if self._trainer is not None:
+            for name, one in given.items():
+                own = getattr(self._trainer, name)
+                if one is None:
+                    given[name] = own
+                elif own is not None and own != one:
+                    raise ArgumentError(
+                        f"clip_gradients({name}={one!r}) differs from Trainer({name}={own!r})",
+                        hint="give it in one place only",
+                    )
+        return arguments.clipping(**given)
 
     def on_validation_epoch_end(self) -> None: ...
 

@@ -179,12 +179,8 @@ class Trainer:
         if gradient_clip_val is not None and not isinstance(gradient_clip_val, int | float):
             raise TypeError(f"gradient_clip_val must be a number, got {gradient_clip_val!r}")
         self.gradient_clip_val = gradient_clip_val
-        algorithm = str(gradient_clip_algorithm or "norm").lower()
-        if algorithm not in ("norm", "value"):
-            raise ArgumentError(
-                f'gradient_clip_algorithm is "norm" or "value", not {gradient_clip_algorithm!r}'
-            )
-        self.gradient_clip_algorithm = algorithm
+        _, algorithm = arguments.clipping(gradient_clip_val, gradient_clip_algorithm)
+        self.gradient_clip_algorithm = None if gradient_clip_algorithm is None else algorithm
         self.deterministic = backends.check_deterministic(deterministic)
         self.benchmark = backends.check_benchmark(benchmark)
         self.inference_mode = arguments.flag("inference_mode", inference_mode)
