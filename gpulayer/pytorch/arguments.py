@@ -203,6 +203,63 @@ REFUSED = {
 }
 
 
+# Members of Lightning that are not here, and what to do instead. Of `Module` they are told where a
+# Trainer call meets them (`explain`): torch looks up every parameter in `Module.__getattr__`.
+ABSENT = {
+    "Trainer": {
+        "datamodule": "pass loaders to fit, or define train_dataloader in the module",
+        "device_ids": "module.device is this rank's device; world_size counts the ranks",
+        "num_devices": "world_size counts the ranks of all machines; devices is what was asked for",
+        "distributed_sampler_kwargs": "use_distributed_sampler=False leaves loaders as they are",
+        "enable_validation": "num_val_batches is empty where nothing is validated",
+        "fit_loop": "loops are not open; read current_epoch, global_step and num_training_batches",
+        "validate_loop": "loops are not open; read num_val_batches and val_dataloaders",
+        "test_loop": "loops are not open; read num_test_batches and test_dataloaders",
+        "predict_loop": "loops are not open; read num_predict_batches and predict_dataloaders",
+        "init_module": "make large layers in configure_model",
+        "precision_plugin": "precision is its name, scaler the gradient scaler",
+        "profiler": "use torch.profiler around fit",
+        "progress_bar_callback": "progress is no callback; enable_progress_bar=False stops it",
+        "received_sigterm": "on_exception gets the SystemExit(143) that ends such a fit",
+        "state": "stage is the call that runs; training, validating, interrupted tell more",
+        "val_check_batch": "val_check_interval is what was asked for",
+        "barebones": "the loop is lean as it is",
+        "overfit_batches": "use limit_train_batches",
+        "reload_dataloaders_every_n_epochs": "loaders are built once per fit",
+        "enable_autolog_hparams": "save_hyperparameters(logger=False) leaves a module's out",
+    },
+    "Module": {
+        "dtype": "ask a parameter: next(self.parameters()).dtype",
+        "example_input_array": "it would only serve a summary and graphs; set what you like",
+        "fabric": "launch() with Runtime runs a loop of your own",
+        "to_torchscript": "call torch.export.export(model, args)",
+        "to_onnx": "call torch.onnx.export(model, args, path)",
+        "to_tensorrt": "call torch_tensorrt.compile(model, inputs=...)",
+        "device_mesh": 'Trainer(strategy="fsdp") splits parameters by itself',
+        "configure_sharded_model": "configure_model has its place",
+        "on_gpu": 'self.device.type == "cuda" tells',
+        "strict_loading": "pass strict=False to load_from_checkpoint",
+        "prepare_data_per_node": "prepare_data runs once per machine",
+        "allow_zero_length_dataloader_with_multiple_devices": "every rank needs data to train",
+        "remove_ignored_hparams": "pass ignore= to save_hyperparameters",
+        "CHECKPOINT_HYPER_PARAMS_KEY": 'the key is "hyper_parameters"',
+        "CHECKPOINT_HYPER_PARAMS_NAME": 'the key is "hparams_name"',
+        "CHECKPOINT_HYPER_PARAMS_TYPE": "hyperparameters are always an AttributeDict",
+    },
+    "self.log": {
+        "metric_attribute": "log the value: self.log(name, metric.compute())",
+        "sync_dist_group": "sync_dist=True reduces over all ranks",
+        "enable_graph": "logged values are detached; keep the tensor for what needs its graph",
+    },
+}
+
+
+def absent(kind: str, owner: str, name: str) -> AttributeError:
+    """Return the error Python would raise for a member, and what to do if it is known."""
+    hint = f" ({ABSENT[kind][name]})" if name in ABSENT[kind] else ""
+    return AttributeError(f"{owner!r} object has no attribute {name!r}{hint}", name=name)
+
+
 def refuse(call: str, unknown: Mapping[str, Any], table: Mapping[str, str] = REFUSED) -> None:
     """Raise the TypeError Python would, with a word on what to do."""
     for name in unknown:

@@ -1,9 +1,10 @@
 """Where one Trainer call runs: in this process, on this machine's devices, or on other machines.
 
 Every call of a script has an index. A job executes the script again and is told which call it is
-for: earlier calls return their recorded result, that call runs, and the ranks end there. So code
-around calls runs once, where the script was started, with the results in its own objects. Does not
-know what a call does (`stages`) nor how a job runs (`launching`).
+for: earlier calls return their recorded result, that call runs, and the ranks end there. So where
+the script was started each statement runs once, with the results in its own objects; on ranks, what
+stands above a call runs once for that call. Does not know what a call does (`stages`) nor how a job
+runs (`launching`).
 """
 
 from __future__ import annotations
@@ -137,6 +138,7 @@ def _job(
         extra_files=files,
     )
     if outcome.code != 0:
+        trainer.interrupted = True
         raise SystemExit(outcome.code)  # the job's last words are on the screen
     if outcome.output_dir is None:
         raise RuntimeError(f"job {outcome.job} brought no files back")

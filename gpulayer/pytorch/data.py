@@ -193,6 +193,13 @@ def _listed(loaders: Loaders) -> list[Loader]:
     return found
 
 
+def as_given(source: Loaders, found: list[Loader]) -> Any:
+    """Return a rank's loaders as the user gave them: one, a list or a tuple."""
+    if isinstance(source, list | tuple):
+        return tuple(found) if isinstance(source, tuple) else list(found)
+    return found[0] if found else None
+
+
 def _replaced(loader: DataLoader[Any], batch_sampler: Any) -> DataLoader[Any]:
     twin = copy.copy(loader)
     vars(twin).update(batch_sampler=batch_sampler, drop_last=False, _iterator=None)

@@ -60,13 +60,17 @@ class Evaluation:
     def load(self) -> list[data.Loader]:
         """Return the loaders, built when they are first needed and kept."""
         if self._loaders is None:
-            runtime = self._trainer.runtime
+            trainer = self._trainer
+            runtime = trainer.runtime
+            within, trainer._validates = trainer._validates, self._stage == "fit"
+            source = self._source()
+            trainer._validates = within
             self._loaders = data.for_evaluation(
-                self._source(),
+                source,
                 runtime.rank,
                 runtime.world_size,
                 seed=seeding.sampler_seed(),
-                inject=self._trainer.use_distributed_sampler,
+                inject=trainer.use_distributed_sampler,
                 init=seeding.worker_init(runtime.rank),
             )
             self._several = len(self._loaders) > 1
@@ -75,10 +79,12 @@ class Evaluation:
                     f"{len(self._loaders)} {self._prefix} loaders, but {self._prefix}_step takes "
                     "no dataloader_idx"
                 )
-            limit = getattr(self._trainer, self._limit)
+            limit = getattr(trainer, self._limit)
             self.num_batches = [
                 batches(self._limit, data.padded_length(one), limit) for one in self._loaders
             ]
+            trainer._loaders[self._stage] = data.as_given(source, self._loaders)
+            trainer._num_batches[self._stage] = self.num_batches
         return self._loaders
 
     def state(self) -> dict[str, Any]:
@@ -105,10 +111,12 @@ class Evaluation:
         """
         loaders = self.load()
         if sum(self.num_batches) == 0:
+            self._trainer._validates = False
             return []
         trainer, metrics = self._trainer, self._metrics
         sanity = trainer.sanity_checking
         if self._stage == "fit":
+            trainer._validates = True
             for loader in loaders:
                 data.set_epoch(loader, trainer._epochs_processed)
         within_batch = metrics.on_step
@@ -151,6 +159,7 @@ class Evaluation:
             else:
                 for part, training in flags:
                     part.training = training
+        trainer._validates = False
         return [{name: float(v) for name, v in (one | common).items()} for one in outputs]
 
     def _local_forward(self) -> AbstractContextManager[Any]:

@@ -720,6 +720,7 @@ class FitLoop:
         if self._lockstep is not None:  # its results are reduced: nobody may be elsewhere then
             self._lockstep.meet()
         self._place = Place.VALIDATION
+        self.trainer._validates = True
         if self._stepping:  # in mid-window the gradients so far are kept
             self._metrics.hook = ""
             self.module.on_validation_model_zero_grad()

@@ -14,10 +14,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gpulayer.pytorch import hyperparameters
+from gpulayer.pytorch import arguments, hyperparameters
 from gpulayer.pytorch.arguments import ArgumentError
 from gpulayer.pytorch.hyperparameters import AttributeDict
 
@@ -27,10 +28,15 @@ if TYPE_CHECKING:
     from gpulayer.pytorch.trainer import Trainer
 
 
+# What numbers become in `all_gather`: Lightning's choice.
+_NUMBERS = ((bool, torch.uint8), (int, torch.int32), (float, torch.float32))
+
+
 class Module(nn.Module):
     """A model that says how it is trained."""
 
     automatic_optimization = True
+    logger: Any = None  # as with Lightning's Trainer(logger=False): values go through `log`
     # Of the class, so that hyperparameters may be saved before `super().__init__()`.
     _hparams: AttributeDict | None = None
     _hparams_initial: AttributeDict | None = None
@@ -161,7 +167,7 @@ class Module(nn.Module):
         name: str,
         value: Any,
         prog_bar: bool = False,
-        logger: bool = True,
+        logger: bool | None = True,
         on_step: bool | None = None,
         on_epoch: bool | None = None,
         reduce_fx: str | Callable[..., Any] = "mean",
@@ -169,6 +175,7 @@ class Module(nn.Module):
         add_dataloader_idx: bool = True,
         batch_size: int | None = None,
         rank_zero_only: bool = False,
+        **unknown: Any,
     ) -> None:
         """Record a scalar.
 
@@ -176,13 +183,16 @@ class Module(nn.Module):
             value: a number or a tensor of one element; it is not moved and not waited for.
             prog_bar: show it in the progress line.
             logger: write it to metrics.csv.
-            on_step, on_epoch: keep the step's value, the epoch's; the hook decides the default.
+            on_step, on_epoch: keep the step's value, the epoch's, or both; the hook decides the
+                default.
             reduce_fx: "mean" (weighted by `batch_size`), "sum", "min" or "max" over the epoch.
             sync_dist: reduce over all ranks; costs a collective at each step if `on_step`.
             add_dataloader_idx: append `/dataloader_idx_<i>` when there are several loaders.
-            batch_size: default: first dimension of the first tensor in the batch.
+            batch_size: above 0; default: first dimension of the first tensor in the batch.
             rank_zero_only: only rank 0 calls this; never synchronised.
         """
+        if unknown:
+            arguments.refuse("self.log", unknown, arguments.ABSENT["self.log"])
         trainer = self._trainer
         if trainer is None:
             return  # steps can be tried without a trainer
@@ -200,6 +210,47 @@ class Module(nn.Module):
         """Print on rank 0 only."""
         if self._trainer is None or self._trainer.is_global_zero:
             print(*args, **kwargs)
+
+    @property
+    def loggers(self) -> list[Any]:
+        """Empty, as with Lightning's Trainer(logger=False)."""
+        return []
+
+    def all_gather(self, data: Any, group: None = None, sync_grads: bool = False) -> Any:
+        """Return `data` with what all ranks have of each tensor: (world_size, ...), in rank order.
+
+        Every rank must call this, with tensors of the same shapes. One rank adds no dimension.
+
+        Args:
+            data: a tensor, number or numpy array, or a collection of them, however nested.
+            group: not taken: all ranks take part.
+            sync_grads: not taken: gradients end here.
+        """
+        from gpulayer.pytorch.data import apply
+
+        if group is not None:
+            raise ArgumentError(
+                f"all_gather over group={group!r}: it gathers from all ranks",
+                hint="call torch.distributed.all_gather with the group",
+            )
+        if sync_grads:
+            raise ArgumentError(
+                "all_gather with sync_grads=True: gradients do not pass through it",
+                hint="call torch.distributed.nn.functional.all_gather",
+            )
+        runtime, device = self.trainer.runtime, self.device
+
+        def gathered(value: Any) -> Any:
+            if isinstance(value, np.ndarray):
+                value = torch.from_numpy(value)
+            kind = next((kind for of, kind in _NUMBERS if isinstance(value, of)), None)
+            if kind is not None:
+                value = torch.tensor(value, dtype=kind)
+            if not isinstance(value, Tensor):
+                return value
+            return value.to(device) if runtime.world_size == 1 else runtime.all_gather(value)
+
+        return apply(data, gathered)
 
     # -- where training is -------------------------------------------------------------------
 
@@ -232,6 +283,14 @@ class Module(nn.Module):
         tensors: Iterator[Tensor] = itertools.chain(self.parameters(), self.buffers())
         first = next(tensors, None)
         return torch.device("cpu") if first is None else first.device
+
+    def freeze(self) -> Self:
+        """Let no parameter get gradients, and switch to eval mode."""
+        return self.requires_grad_(False).eval()
+
+    def unfreeze(self) -> Self:
+        """Let all parameters get gradients, and switch to train mode."""
+        return self.requires_grad_(True).train()
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Return the optimizer of this fit, or the list of them.
@@ -288,6 +347,20 @@ class Module(nn.Module):
             yield
         finally:
             self.untoggle_optimizer(optimizer)
+
+    # -- methods of Lightning that are elsewhere -----------------------------------------------
+
+    def to_torchscript(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise: torch has this; the error says where."""
+        raise arguments.absent("Module", type(self).__name__, "to_torchscript")
+
+    def to_onnx(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise: torch has this; the error says where."""
+        raise arguments.absent("Module", type(self).__name__, "to_onnx")
+
+    def to_tensorrt(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise: torch has this; the error says where."""
+        raise arguments.absent("Module", type(self).__name__, "to_tensorrt")
 
     # -- hooks with a default ----------------------------------------------------------------
 
@@ -350,6 +423,25 @@ class Module(nn.Module):
             torch.nn.utils.clip_grad_norm_(parameters, gradient_clip_val)
         else:
             torch.nn.utils.clip_grad_value_(parameters, gradient_clip_val)
+
+    def _clipping(self, value: float | None, algorithm: str | None) -> tuple[float, str]:
+        given: dict[str, Any] = {
+            "gradient_clip_val": value,
+            "gradient_clip_algorithm": algorithm,
+        }
+        if isinstance(algorithm, str):
+            given["gradient_clip_algorithm"] = algorithm.lower()
+        if self._trainer is not None:
+            for name, one in given.items():
+                own = getattr(self._trainer, name)
+                if one is None:
+                    given[name] = own
+                elif own is not None and own != one:
+                    raise ArgumentError(
+                        f"clip_gradients({name}={one!r}) differs from Trainer({name}={own!r})",
+                        hint="give it in one place only",
+                    )
+        return arguments.clipping(**given)
 
     def transfer_batch_to_device(
         self, batch: Any, device: torch.device, dataloader_idx: int
@@ -424,25 +516,6 @@ class Module(nn.Module):
 
     def on_validation_epoch_start(self) -> None: ...
 
-    def _clipping(self, value: float | None, algorithm: str | None) -> tuple[float, str]:
-        given: dict[str, Any] = {
-            "gradient_clip_val": value,
-            "gradient_clip_algorithm": algorithm,
-        }
-        if isinstance(algorithm, str):
-            given["gradient_clip_algorithm"] = algorithm.lower()
-        if self._trainer is not None:
-            for name, one in given.items():
-                own = getattr(self._trainer, name)
-                if one is None:
-                    given[name] = own
-                elif own is not None and own != one:
-                    raise ArgumentError(
-                        f"clip_gradients({name}={one!r}) differs from Trainer({name}={own!r})",
-                        hint="give it in one place only",
-                    )
-        return arguments.clipping(**given)
-
     def on_validation_epoch_end(self) -> None: ...
 
     def on_validation_batch_start(
@@ -488,6 +561,14 @@ class Module(nn.Module):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Read, before the weights are loaded, what `on_save_checkpoint` added."""
+
+
+def explain(error: BaseException) -> None:
+    """Add to an error about a member that Lightning's module has what to do instead."""
+    if isinstance(error, AttributeError) and isinstance(error.obj, Module):
+        hint = arguments.ABSENT["Module"].get(error.name or "")
+        if hint is not None:
+            error.add_note(f"{error.name} of Lightning: {hint}")
 
 
 def overridden(module: nn.Module, name: str) -> bool:

@@ -68,6 +68,8 @@ class Prediction:
         self._num_batches = [
             batches("limit_predict_batches", data.length(one), limit) for one in self._loaders
         ]
+        trainer._loaders["predict"] = data.as_given(loaders, self._loaders)
+        trainer._num_batches["predict"] = self._num_batches
 
     def run(self) -> Outputs | None:
         """Return a list per loader, of the outputs of its batches."""

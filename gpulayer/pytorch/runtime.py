@@ -230,6 +230,17 @@ class Runtime:
             dist.broadcast(tensor, source)
         return tensor
 
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Return every rank's tensor, stacked in rank order; all pass one of the same shape."""
+        tensor = tensor.detach().to(self.device).contiguous()
+        if self.world_size == 1:
+            return tensor[None]
+        # As bytes: gloo gathers neither bool nor complex.
+        mine = tensor.flatten().view(torch.uint8)
+        everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(everyone, mine)
+        return torch.stack(everyone).view(tensor.dtype).reshape(-1, *tensor.shape)
+
     def gather_text(self, text: str) -> list[str]:
         """Return every rank's text, in rank order, on all ranks."""
         if self.world_size == 1:

@@ -16,7 +16,7 @@ from gpulayer.pytorch.arguments import ArgumentError
 from gpulayer.pytorch.evaluation import Evaluation, Outputs
 from gpulayer.pytorch.hooks import Hooks
 from gpulayer.pytorch.loop import FitLoop, fit_batches
-from gpulayer.pytorch.module import Module, overridden
+from gpulayer.pytorch.module import Module, explain, overridden
 from gpulayer.pytorch.prediction import Prediction
 from gpulayer.pytorch.runtime import Runtime
 from gpulayer.pytorch.stopping import Signals
@@ -60,6 +60,7 @@ class TrainingData:
             init=seeding.worker_init(runtime.rank),
         )
         trainer._num_training_batches = fit_batches(self._loader, trainer.limit_train_batches)
+        trainer._loaders["train"] = self._loader
         return self._loader
 
 
@@ -191,6 +192,8 @@ def _around(trainer: Trainer, model: Module, stage: str) -> Iterator[None]:
             yield
             _call(trainer, "teardown", stage)
         except BaseException as error:
+            trainer.interrupted = True
+            explain(error)
             hooks.of_callbacks("on_exception", error)
             raise
         finally:

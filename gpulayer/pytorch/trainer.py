@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from gpulayer.pytorch import strategy as strategies
 from gpulayer.pytorch.arguments import ArgumentError
 from gpulayer.pytorch.callback import Callback, Checkpoint
 from gpulayer.pytorch.csvlog import MetricsFile
+from gpulayer.pytorch.early_stopping import EarlyStopping
 from gpulayer.pytorch.evaluation import Outputs
 from gpulayer.pytorch.hooks import Hooks, ordered
 from gpulayer.pytorch.launching import Target
@@ -176,8 +177,6 @@ class Trainer:
         self.accumulate_grad_batches = arguments.at_least(
             "accumulate_grad_batches", accumulate_grad_batches, 1
         )
-        if gradient_clip_val is not None and not isinstance(gradient_clip_val, int | float):
-            raise TypeError(f"gradient_clip_val must be a number, got {gradient_clip_val!r}")
         self.gradient_clip_val = gradient_clip_val
         _, algorithm = arguments.clipping(gradient_clip_val, gradient_clip_algorithm)
         self.gradient_clip_algorithm = None if gradient_clip_algorithm is None else algorithm
@@ -218,8 +217,13 @@ class Trainer:
         self.callbacks = ordered(_with_timer(own, max_time))
 
         self.stage: str | None = None  # "fit", "validate", "test", "predict" while such a call runs
+        self._last: str | None = None  # the call that runs, or ran last
         self.should_stop = False
         self.sanity_checking = False
+        self.interrupted = False  # the call that runs, or ran last, ended with an exception
+        self._validates = False  # inside fit, or as its sanity check
+        self._loaders: dict[str, Any] = {}  # of the call that runs, or ran last, in this process
+        self._num_batches: dict[str, list[float]] = {}  # by stage
         self.optimizers: list[Optimizer] = []
         self.lr_scheduler_configs: list[SchedulerConfig] = []
         self._metrics = Metrics()
@@ -241,6 +245,11 @@ class Trainer:
         self._total_batches = 0
         self._batches_that_stepped = 0  # x axis of metrics.csv
 
+    if not TYPE_CHECKING:  # a type checker knows the members
+
+        def __getattr__(self, name: str) -> Any:
+            raise arguments.absent("Trainer", type(self).__name__, name)
+
     # -- the four calls ----------------------------------------------------------------------
 
     def fit(
@@ -254,7 +263,8 @@ class Trainer:
         """Train `model`; afterwards it holds the weights, wherever they were trained.
 
         On other machines and for several devices the ranks run this script from its top up to this
-        call and end there, so what follows it runs once, in this process.
+        call and end there. In this process each statement runs once; on ranks, what stands above a
+        call runs once for each call that goes elsewhere.
 
         Args:
             ckpt_path: go on from this checkpoint, exactly; "last" is the newest last*.ckpt, if any;
@@ -370,18 +380,21 @@ class Trainer:
             raise TypeError(f"{call} needs a model: none was given and none was used before")
         if not isinstance(model, Module):
             raise TypeError(f"{call} takes a gpulayer.pytorch.Module, got {type(model).__name__}")
+        self._last = call
         return model
 
     # -- what a call begins with -------------------------------------------------------------
 
     def _attach(self, model: Module) -> None:
         self._module = model
+        self._loaders = {}
         model._trainer = self
         self.callbacks = ordered(_with_those_of(model, self.callbacks))
 
     def _begin(self, model: Module, stage: str) -> None:
         self._attach(model)
         self.stage = stage
+        self.interrupted = self._validates = False
 
     def _version_dir(self) -> Path | None:
         """Return the log directory, making it; None without one, and on other ranks than 0."""
@@ -413,6 +426,10 @@ class Trainer:
             "batches_that_stepped": self._batches_that_stepped,
             "should_stop": self.should_stop,
             "num_training_batches": arguments.plain(self._num_training_batches),
+            "num_batches": {
+                stage: [arguments.plain(one) for one in found]
+                for stage, found in self._num_batches.items()
+            },
             "world_size": self.world_size,
             "log_dir": str(log_dir.relative_to(output)) if log_dir and inside else None,
             "folders": [str(self.runtime.output_dir), str(environment.START_DIR)],
@@ -432,6 +449,13 @@ class Trainer:
         self._total_batches = counters["total_batches"]
         self._batches_that_stepped = counters["batches_that_stepped"]
         self.should_stop = counters["should_stop"]
+        self.interrupted = False
+        self._num_batches.update(
+            {
+                stage: [float("inf") if one is None else one for one in found]
+                for stage, found in counters["num_batches"].items()
+            }
+        )
         batches = counters["num_training_batches"]
         self._num_training_batches = float("inf") if batches is None else batches
         self._log_dir = Path(counters["log_dir"]) if counters["log_dir"] else None
@@ -587,6 +611,46 @@ class Trainer:
         return [one for one in self.callbacks if isinstance(one, Checkpoint)]
 
     @property
+    def early_stopping_callback(self) -> EarlyStopping | None:
+        """The first `EarlyStopping`."""
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[EarlyStopping]:
+        """The callbacks that are an `EarlyStopping`."""
+        return [one for one in self.callbacks if isinstance(one, EarlyStopping)]
+
+    @property
+    def lightning_module(self) -> Module | None:
+        """The module of the call that runs, or ran last."""
+        return self._module
+
+    @property
+    def model(self) -> Module | None:
+        """The same: never a wrapper."""
+        return self._module
+
+    @property
+    def logger(self) -> None:
+        """None, as with Lightning's Trainer(logger=False): values go through `Module.log`."""
+        return None
+
+    @property
+    def loggers(self) -> list[Any]:
+        """Empty, as with Lightning's Trainer(logger=False)."""
+        return []
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler of "16-mixed"."""
+        return self._runtime.scaler if self._runtime else None
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0 only."""
+        if self.is_global_zero:
+            print(*args, **kwargs)
+
+    @property
     def global_step(self) -> int:
         """Optimizer steps completed, over all epochs."""
         return self._global_step
@@ -618,6 +682,73 @@ class Trainer:
     def num_training_batches(self) -> float:
         """Batches of an epoch on each rank; inf where the loader has no length."""
         return self._num_training_batches
+
+    @property
+    def num_val_batches(self) -> list[float]:
+        """Batches of each validation loader on each rank: of fit, or of `validate` after one."""
+        return list(self._num_batches.get("validate" if self._last == "validate" else "fit", ()))
+
+    @property
+    def num_sanity_val_batches(self) -> list[float]:
+        """Batches of each validation loader in the sanity check of a fit."""
+        found = self._num_batches.get("fit", ())
+        return [min(self.num_sanity_val_steps, one) for one in found]
+
+    @property
+    def num_test_batches(self) -> list[float]:
+        """Batches of each loader of `test`, on each rank."""
+        return list(self._num_batches.get("test", ()))
+
+    @property
+    def num_predict_batches(self) -> list[float]:
+        """Batches of each loader of `predict`, on each rank."""
+        return list(self._num_batches.get("predict", ()))
+
+    @property
+    def train_dataloader(self) -> Any:
+        """This rank's training loader, once a fit has it; None after calls that ran elsewhere."""
+        return self._loaders.get("train")
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """This rank's validation loaders, one or several as they were given; None as above."""
+        return self._loaders.get("fit", self._loaders.get("validate"))
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """This rank's loaders of `test`, one or several as they were given; None as above."""
+        return self._loaders.get("test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """This rank's loaders of `predict`, one or several as they were given; None as above."""
+        return self._loaders.get("predict")
+
+    @property
+    def training(self) -> bool:
+        """Whether a fit runs, and no validation in it."""
+        return self.stage == "fit" and not self._validates and not self.sanity_checking
+
+    @property
+    def validating(self) -> bool:
+        """Whether a validation runs, in fit or by itself, and no sanity check."""
+        within = self.stage == "fit" and self._validates and not self.sanity_checking
+        return within or self.stage == "validate"
+
+    @property
+    def testing(self) -> bool:
+        """Whether `test` runs."""
+        return self.stage == "test"
+
+    @property
+    def predicting(self) -> bool:
+        """Whether `predict` runs."""
+        return self.stage == "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether a validation, a sanity check or `test` runs."""
+        return self.validating or self.testing or self.sanity_checking
 
     def _row_due(self) -> bool:
         return self._loop is not None and self._loop.row_due()

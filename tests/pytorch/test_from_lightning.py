@@ -14,10 +14,15 @@ import pytest
 
 import gpulayer.pytorch as ours
 from gpulayer.pytorch import Trainer
-from gpulayer.pytorch.arguments import REFUSED
+from gpulayer.pytorch.arguments import ABSENT, REFUSED
 
 PAGE = (Path(__file__).parents[2] / "docs" / "pytorch" / "from-lightning.md").read_text()
 SCRIPTS = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+
+
+def section(of: str) -> str:
+    """Return what the page has below "... that do not exist here"."""
+    return PAGE.partition(f"## {of} that do not exist here")[2].partition("\n## ")[0]
 
 
 def printed(folder: Path, name: str) -> str:
@@ -38,8 +43,21 @@ def test_both_scripts_print_the_same(tmp_path: Path) -> None:
 
 
 def test_table_names_every_argument_that_is_refused() -> None:
-    table = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|$", PAGE.split("do not exist here")[1], re.M))
+    table = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|$", section("Arguments"), re.M))
     assert table == REFUSED
+
+
+@pytest.mark.parametrize(
+    ("head", "kind"),
+    [
+        ("member of `Trainer`", "Trainer"),
+        ("member of `Module`", "Module"),
+        ("argument of `self.log`", "self.log"),
+    ],
+)
+def test_tables_name_every_member_that_is_absent(head: str, kind: str) -> None:
+    table = section("Members").partition(f"| {head} |")[2].partition("\n\n")[0]
+    assert dict(re.findall(r"^\| `(\w+)` \| (.*?) \|$", table, re.MULTILINE)) == ABSENT[kind]
 
 
 def test_every_argument_of_lightning_is_taken_or_refused() -> None:
