@@ -70,7 +70,8 @@ def launch(
     runs in both.
 
     Args:
-        devices: processes per node; "auto" is every free GPU, or one process where there is none.
+        devices: processes per node; "auto" or -1 is every free GPU, or one process where there is
+            none.
         accelerator: "auto", "cpu", "gpu", "cuda", "rocm" or "mps".
         target: "auto", "local", "mesh", node names, "zone:NAME", "!NAME".
         env, secrets: variables for the ranks; a list of names takes this process's values.
@@ -171,7 +172,7 @@ def run(choice: Choice, **fields: Any) -> JobOutcome:
         fields["accelerator"] = launcher.accelerator_of(fields.get("accelerator", "auto"))
     request = launcher.script_request(**fields)
     _say_once(
-        "every rank runs this script from its top to this call; what follows runs here only"
+        "every rank runs this script from its top to this call and ends there"
         if fields.get("call") is not None
         else "code above launch() runs here and on every rank; code below it, on the ranks only"
     )

@@ -87,3 +87,49 @@ def test_calls_of_one_script_on_two_devices_equal_those_in_one_process(tmp_path:
     one = Ranks(tmp_path / "one", body.replace("else 2\n", "else 1\n"), 1).check()
     assert two.told()["log"] == one.told()["log"]
     assert (two.path / "between.txt").read_text() == "once "
+
+
+def test_each_statement_runs_once_here_and_on_ranks_once_for_each_call_below_it(
+    tmp_path: Path,
+) -> None:
+    body = MODEL + (
+        "from gpulayer.pytorch import is_launcher_process\n"
+        "def visit(place):\n"
+        "    where = 'here' if is_launcher_process() else 'ranks'\n"
+        f"    with open(f'{tmp_path}/{{place}} {{where}}', 'a') as file: file.write('x')\n"
+        "if __name__ == '__main__':\n"
+        "    visit('top')\n"
+        "    model, used = Model(), trainer(devices=2)\n"
+        "    used.fit(model, DataLoader(samples(8)), DataLoader(numbered(6)))\n"
+        "    fitted = [used.num_val_batches, used.num_training_batches]\n"
+        "    visit('between')\n"
+        "    used.test(model, DataLoader(numbered(10)), verbose=False)\n"
+        "    visit('end')\n"
+        "    tell(fitted=fitted, tested=used.num_test_batches, loader=used.test_dataloaders,\n"
+        "         interrupted=used.interrupted, module=used.model is model)\n"
+    )
+    told = Ranks(tmp_path / "script", body, 1).check().told()
+    visits = {one.name: len(one.read_text()) for one in tmp_path.iterdir() if one.is_file()}
+    assert visits == {
+        "top here": 1, "top ranks": 4, "between here": 1, "between ranks": 2, "end here": 1,
+    }  # fmt: skip
+    assert told == {
+        "fitted": [[3], 4], "tested": [5], "loader": None, "interrupted": False, "module": True,
+    }  # fmt: skip
+
+
+def test_a_call_that_fails_elsewhere_leaves_the_trainer_interrupted(tmp_path: Path) -> None:
+    body = MODEL + (
+        "class Failing(Model):\n"
+        "    def training_step(self, batch, batch_idx):\n"
+        "        raise ValueError('no')\n"
+        "if __name__ == '__main__':\n"
+        "    used = trainer(devices=2)\n"
+        "    try:\n"
+        "        used.fit(Failing(), DataLoader(samples(8)))\n"
+        "    except SystemExit as error:\n"
+        "        tell(interrupted=used.interrupted, code=error.code)\n"
+    )
+    told = Ranks(tmp_path / "script", body, 1).check().told()
+    assert told["interrupted"] is True
+    assert told["code"] not in (0, None)

@@ -401,6 +401,7 @@ REFUSED: dict[str, Iterable[Any]] = {
     "fast_dev_run": (1.5, 1.0, "yes", -1),
     "prefetch": ("yes", 2, None),
     "stop_grace_s": (-1, "a", True, float("nan"), float("inf")),
+    "wait_s": (-1, "a", True),
     "limit_train_batches": (True, False),
     "limit_val_batches": (True,),
     "limit_test_batches": (True,),
