@@ -10,11 +10,11 @@ an iterable data set. Knows nothing of ranks and epochs.
 from __future__ import annotations
 
 import copy
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeGuard
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -27,9 +27,6 @@ from torch.utils.data import (
     default_collate,
 )
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
-
-# What samplers and subsets yield as row numbers; other types may mean other things (True is none).
-_INTEGERS = frozenset((int, np.int64, np.int32))
 
 
 def iterate(loader: Iterable[Any]) -> Iterator[Any]:
@@ -78,6 +75,12 @@ def _fetch(loader: DataLoader[Any]) -> Callable[[Any], Any]:
     return lambda indices: collate([data[index] for index in indices])
 
 
+def _integers() -> frozenset[type]:
+    """Return what samplers and subsets yield as row numbers; other types may not (True)."""
+    numpy = sys.modules.get("numpy")  # where nobody has imported it, there are no such numbers
+    return frozenset((int,) if numpy is None else (int, numpy.int64, numpy.int32))
+
+
 class _Tensors:
     """A `TensorDataset`, or a subset of one, that gives whole batches as `default_collate` would.
 
@@ -89,6 +92,7 @@ class _Tensors:
         self._data = data
         self._source = source
         self._levels = levels
+        self._integers = _integers()
         self._checked: tuple[Tensor, ...] | None = None
 
     def batch(self, indices: Any) -> Any:
@@ -98,7 +102,7 @@ class _Tensors:
                 rows = indices
                 for level in self._levels:
                     rows = [level[index] for index in rows]
-                if _INTEGERS.issuperset(map(type, rows)) and self._stackable():
+                if self._integers.issuperset(map(type, rows)) and self._stackable():
                     where = torch.frombuffer(array("q", rows), dtype=torch.int64)
                     return [tensor.index_select(0, where) for tensor in self._source.tensors]
             except Exception:

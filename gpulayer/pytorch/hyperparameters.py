@@ -11,6 +11,7 @@ import copy
 import inspect
 import io
 import re
+import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
@@ -19,7 +20,6 @@ from enum import Enum
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from gpulayer import env as environment
@@ -173,13 +173,18 @@ def readable(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     """Turn our dictionaries and numpy's numbers into Python's."""
-    if isinstance(value, np.generic):
-        return value.item()
+    value = _item(value)
     if type(value) in (dict, AttributeDict):
         return {key: _plain(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_plain(item) for item in value)
     return value
+
+
+def _item(value: Any) -> Any:
+    """Return a number of numpy as Python's; there is none where nobody has imported numpy."""
+    numpy = sys.modules.get("numpy")
+    return value.item() if numpy is not None and isinstance(value, numpy.generic) else value
 
 
 def dump(module: Module, checkpoint: dict[str, Any]) -> None:
@@ -243,7 +248,7 @@ def _key(name: Any) -> str:
 
 
 def _yaml(value: Any) -> str:
-    value = value.item() if isinstance(value, np.generic) else value
+    value = _item(value)
     if value is None:
         return "null"
     if isinstance(value, Enum):  # first: it may be a number or a text as well

@@ -1,18 +1,20 @@
 """Random numbers: one seed for all ranks, then a stream of its own for each.
 
 Weights must start equal on every rank, so `seed_everything` gives all the same seed; dropout and
-augmentation must not repeat across ranks, so `diverge` gives each its own stream afterwards. This
-module does not know when training starts; the loop calls it.
+augmentation must not repeat across ranks, so `diverge` gives each its own stream afterwards. Numpy,
+which torch can do without, is imported where it is seeded; before that it has no state to save.
+This module does not know when training starts; the loop calls it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Mapping
+import sys
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +36,8 @@ def seed_everything(seed: int, workers: bool = False) -> int:
         raise ValueError(f"seed must be in 0..{_NUMPY_SEEDS - 1}, got {seed}")
     global _seed, _seed_workers
     _seed, _seed_workers = seed, workers
+    import numpy as np  # also where nobody has yet: who draws from it later wants this seed
+
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -51,6 +55,8 @@ def diverge(rank: int) -> None:
         return
     torch.manual_seed(torch.initial_seed() + rank)
     if _seed is not None:
+        import numpy as np
+
         np.random.seed((_seed + rank) % _NUMPY_SEEDS)
         random.seed(_seed + rank)
 
@@ -68,6 +74,8 @@ class WorkerSeed:
         self.rank = rank
 
     def __call__(self, worker: int) -> None:
+        import numpy as np
+
         drawn = torch.initial_seed() - worker  # the loader draws a new base for each iterator
         states = np.random.SeedSequence([self.seed, drawn, worker, self.rank]).generate_state(4)
         torch.manual_seed(int(states[0]) << 32 | int(states[1]))
@@ -78,16 +86,21 @@ class WorkerSeed:
 def states(device: torch.device) -> dict[str, Tensor]:
     """Return this process's random states, `device`'s own among them, as tensors."""
     version, numbers, gauss = random.getstate()
-    generator: Any = np.random.get_state(legacy=False)
-    assert (version, generator["bit_generator"]) == (3, "MT19937")
-    words = generator["state"]
+    assert version == 3
     found = {
         "torch": torch.get_rng_state(),
-        "python": torch.tensor(numbers),
+        "python": _integers(numbers),
         "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "numpy": torch.tensor([*words["key"].tolist(), words["pos"], generator["has_gauss"]]),
-        "numpy_gauss": torch.tensor(generator["gauss"], dtype=torch.float64),
     }
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        generator = numpy.random.get_state(legacy=False)
+        assert generator["bit_generator"] == "MT19937"
+        words = generator["state"]
+        found |= {
+            "numpy": _integers([*words["key"].tolist(), words["pos"], generator["has_gauss"]]),
+            "numpy_gauss": torch.tensor(generator["gauss"], dtype=torch.float64),
+        }
     if device.type == "cuda":
         found["device"] = torch.cuda.get_rng_state(device)
     elif device.type == "mps":
@@ -95,14 +108,22 @@ def states(device: torch.device) -> dict[str, Tensor]:
     return found
 
 
+def _integers(values: Iterable[int]) -> Tensor:
+    # Through an array: torch.tensor looks at each number on its own and takes 20 times as long.
+    return torch.frombuffer(array("q", values), dtype=torch.int64)
+
+
 def restore(found: Mapping[str, Tensor], device: torch.device) -> None:
     """Set the random states that `states` returned."""
     torch.set_rng_state(found["torch"])
     gauss = found["python_gauss"].tolist()
     random.setstate((3, tuple(found["python"].tolist()), gauss[0] if gauss else None))
-    *keys, position, has_gauss = found["numpy"].tolist()
-    words = np.array(keys, dtype=np.uint32)
-    np.random.set_state(("MT19937", words, position, has_gauss, found["numpy_gauss"].item()))
+    if "numpy" in found:
+        import numpy as np
+
+        *keys, position, has_gauss = found["numpy"].tolist()
+        words = np.array(keys, dtype=np.uint32)
+        np.random.set_state(("MT19937", words, position, has_gauss, found["numpy_gauss"].item()))
     if "device" not in found:
         return
     if device.type == "cuda":
@@ -114,9 +135,10 @@ def restore(found: Mapping[str, Tensor], device: torch.device) -> None:
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
     """Restore every random state on the way out."""
+    numpy = sys.modules.get("numpy")
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "numpy": np.random.get_state(),
+        "numpy": None if numpy is None else numpy.random.get_state(),
         "python": random.getstate(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         "mps": torch.mps.get_rng_state() if torch.backends.mps.is_available() else None,
@@ -125,7 +147,8 @@ def isolated() -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(state["torch"])
-        np.random.set_state(state["numpy"])
+        if numpy is not None:
+            numpy.random.set_state(state["numpy"])
         random.setstate(state["python"])
         if state["cuda"]:
             torch.cuda.set_rng_state_all(state["cuda"])

@@ -43,6 +43,32 @@ def test_importing_the_trainer_does_not_import_what_only_jobs_need() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+@pytest.mark.parametrize("hidden", [False, True])
+def test_importing_the_trainer_does_not_import_what_torch_does_without(hidden: bool) -> None:
+    # Torch may import numpy itself; None: it finds none, and works without.
+    code = (
+        "import sys; "
+        + ("sys.modules['numpy'] = None; " if hidden else "")
+        + "import torch.utils.data; before = set(sys.modules); "
+        "from gpulayer.pytorch import ModelCheckpoint, Trainer; Trainer(max_epochs=1); "
+        "found = {name.split('.')[0] for name in set(sys.modules) - before}; "
+        "assert 'numpy' not in found"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
+
+
+def test_random_states_hold_numpys_once_it_is_there() -> None:
+    code = (
+        "import sys; sys.modules['numpy'] = None; "
+        "import torch; from gpulayer.pytorch import seeding; cpu = torch.device('cpu'); "
+        "bare = seeding.states(cpu); assert 'numpy' not in bare; del sys.modules['numpy']; "
+        "seeding.seed_everything(1); import numpy as np; held = seeding.states(cpu); "
+        "drawn = np.random.rand(); seeding.restore(bare, cpu); assert np.random.rand() != drawn; "
+        "seeding.restore(held, cpu); assert np.random.rand() == drawn"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
+
+
 # -- the decision --------------------------------------------------------------------------------
 
 
