@@ -376,21 +376,52 @@ def further(loader: Loader, count: int) -> Iterator[Any]:
             f"the training loader ended after {found} batches, but the checkpoint was written "
             f"after {count}"
         )
-    if length(loader) == float("inf"):
-        # Read ahead by one, as `look_ahead` had: what that draws is drawn before the states are set
-        return chain(list(islice(iterator, 1)), iterator)
     return iterator
 
 
-def look_ahead(iterator: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
-    """Yield (batch, whether it is the last) of an iterator of unknown length."""
+def look_ahead(
+    iterator: Iterator[Any], before: Callable[[], None] = lambda: None
+) -> Iterator[tuple[Any, bool]]:
+    """Yield (batch, whether it is the last) of an iterator of unknown length.
+
+    Args:
+        before: called before each batch is read.
+    """
     held: list[Any] = []
+    before()
     for batch in iterator:
         if held:
             yield held.pop(), False
         held.append(batch)
+        before()
     if held:
         yield held.pop(), True
+
+
+def in_turn(loaders: Sequence[Loader], counts: Sequence[float]) -> Iterator[tuple[int, int, Any]]:
+    """Return an iterator over one loader after another: (loader's index, batch's index, batch).
+
+    Reads when Lightning does, so that loading may draw random numbers: the first loader's iterator
+    is made at once, and where the number of batches is not known, one is read ahead, from now on
+    and over the end of a loader.
+
+    Args:
+        counts: of each loader the batches to take at most; inf: not known.
+    """
+    first = fetching.iterate(loaders[0])
+
+    def items() -> Iterator[tuple[int, int, Any]]:
+        for index, (loader, count) in enumerate(zip(loaders, counts, strict=True)):
+            iterator = fetching.iterate(loader) if index else first
+            bounded = iterator if count == float("inf") else islice(iterator, int(count))
+            for number, batch in enumerate(bounded):
+                yield index, number, batch
+
+    found, total = items(), sum(counts)
+    if total != float("inf"):
+        return islice(found, int(total))
+    begun = chain(list(islice(found, 1)), found)
+    return (item for item, _ in look_ahead(begun))
 
 
 def move(batch: Any, device: torch.device) -> Any:

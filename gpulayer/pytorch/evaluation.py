@@ -10,15 +10,14 @@ from __future__ import annotations
 import inspect
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gpulayer.pytorch import data, fetching, seeding
+from gpulayer.pytorch import data, seeding
 from gpulayer.pytorch.arguments import ArgumentError, batches
 from gpulayer.pytorch.metrics import reduce_named
 from gpulayer.pytorch.module import Module, overridden
@@ -125,16 +124,14 @@ class Evaluation:
         outputs: list[dict[str, Tensor | float]] = []
         common: dict[str, Tensor | float] = {}
         with without_gradients(trainer, self._stage), self._local_forward():
+            items = data.in_turn(loaders, [min(count, limit) for count in self.num_batches])
             self._call_own("model_eval")
             self._call("start")
             self._call("epoch_start")
-            for index, loader in enumerate(loaders):
-                for batch_idx, batch in enumerate(
-                    bounded(loader, min(self.num_batches[index], limit))
-                ):
-                    self._batch(batch, batch_idx, index)
-                    if not sanity:
-                        self._keep_step_values(index)
+            for index, batch_idx, batch in items:
+                self._batch(batch, batch_idx, index)
+                if not sanity:
+                    self._keep_step_values(index)
             self.has_run = not sanity
             metrics.epoch_end()
             metrics.reduce()
@@ -244,11 +241,6 @@ def without_gradients(trainer: Trainer, stage: str) -> AbstractContextManager[An
     if stage == "fit" or gloo or not trainer.inference_mode:
         return torch.no_grad()
     return torch.inference_mode()
-
-
-def bounded(loader: data.Loader, limit: float) -> Iterator[Any]:
-    iterator = fetching.iterate(loader)
-    return iterator if limit == float("inf") else islice(iterator, int(limit))
 
 
 def takes(function: Callable[..., Any], count: int) -> bool:

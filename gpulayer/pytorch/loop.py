@@ -84,6 +84,12 @@ class FitLoop:
         elif self._scaler is not None:
             self.optimizer = ScaledOptimizer(self.optimizer, self._scaler, self._before_step)
         self._window = trainer.accumulate_grad_batches
+        # Read one batch ahead only where Lightning does, or loading that draws random numbers draws
+        # others: where nobody knows how many batches there are. One case is ours: several batches
+        # to a step and a limit. A loader that ends before the limit is found to end in time for
+        # its last batch to step, else the gradients of a half-filled window would be lost.
+        self.reads_ahead = num_batches == _INF or (self._window > 1 and data.length(loader) == _INF)
+        self.ahead: dict[str, Any] | None = None  # what loading the batch ahead began with
         # Somebody sees the divided loss and its graph; else its gradient is divided, which is less.
         self._shows_loss = self._scaler is not None or any(
             self._hooks[name] is not None for name in ("on_before_backward", "backward")
@@ -205,7 +211,11 @@ class FitLoop:
             self.trainer._save_final()
             return
         if self._batch_idx < 0:
-            raise RuntimeError("the training loader yielded no batch")
+            raise RuntimeError(
+                f"the training loader yielded no batch in epoch {self.trainer.current_epoch}: "
+                "each epoch iterates over the loader anew, and an iterator or generator gives its "
+                "batches once only; pass a DataLoader, a list or an object with __iter__"
+            )
         self._meet()
         self._complete = complete
         self._metrics.epoch_end()
@@ -363,14 +373,21 @@ class FitLoop:
             if prefetching
             else nullcontext(iterator) as batches
         ):
-            if data.length(self.loader) == _INF:
-                source = data.look_ahead(batches)
+            if self.reads_ahead:
+                source = data.look_ahead(batches, self._before_ahead)
             else:
                 source = ((batch, False) for batch in batches)
             for number, (batch, last) in enumerate(source, done + 1):
                 yield batch, last or number == limit
                 if number == limit:
                     return
+
+    def _before_ahead(self) -> None:
+        save = getattr(self.loader, "state_dict", None)
+        self.ahead = {
+            "random": seeding.states(self._runtime.device),
+            "loader": save() if callable(save) else None,
+        }
 
     def _batches_to_max_steps(self) -> float:
         """Return how many more batches there may be; a loader that yields None has more."""
@@ -392,15 +409,17 @@ class FitLoop:
             )
 
     def _ended_early(self) -> bool:
-        """Treat a loader that yields less than its length as at the end of its epoch."""
+        """Treat a loader that yields less than its length, or a limit, as at its epoch's end."""
         if self._batch_idx < 0:
             return False
-        text = f"the training loader announced {self.num_batches:.0f} batches and yielded " + str(
-            self._batch_idx + 1
-        )
-        if not self._stepping:
-            raise RuntimeError(f"{text}: gradients of its last batches were not applied")
-        warnings.warn(text, stacklevel=3)
+        if data.length(self.loader) != _INF:
+            text = (
+                f"the training loader announced {self.num_batches:.0f} batches and yielded "
+                f"{self._batch_idx + 1}"
+            )
+            if not self._stepping:
+                raise RuntimeError(f"{text}: gradients of its last batches were not applied")
+            warnings.warn(text, stacklevel=3)
         self.is_last = True
         self._step_by_epoch(plateau=False)
         if self.evaluation is not None and self._validation_due():

@@ -14,7 +14,7 @@ import torch
 
 from gpulayer.pytorch import data, results, seeding
 from gpulayer.pytorch.arguments import ArgumentError, batches
-from gpulayer.pytorch.evaluation import bounded, takes, transfer_of, without_gradients
+from gpulayer.pytorch.evaluation import takes, transfer_of, without_gradients
 from gpulayer.pytorch.module import Module
 
 if TYPE_CHECKING:
@@ -79,17 +79,17 @@ class Prediction:
         flags = [(part, part.training) for part in module.modules()]
         kept: list[list[Any]] = [[] for _ in self._loaders]
         with without_gradients(self._trainer, "predict"):
+            items = data.in_turn(self._loaders, self._num_batches)
             module.on_predict_model_eval()
             self._call("start")
             self._call("epoch_start")
-            for index, loader in enumerate(self._loaders):
-                for number, batch in enumerate(bounded(loader, self._num_batches[index])):
-                    batch_idx = self._first + number * self._step
-                    output = self._batch(batch, batch_idx, index)
-                    if self._keep:
-                        if self._travels:
-                            results.check_plain(output, "predict_step returned")
-                        kept[index].append(data.move(output, _CPU))
+            for index, number, batch in items:
+                batch_idx = self._first + number * self._step
+                output = self._batch(batch, batch_idx, index)
+                if self._keep:
+                    if self._travels:
+                        results.check_plain(output, "predict_step returned")
+                    kept[index].append(data.move(output, _CPU))
             self._call("epoch_end")
             self._call("end")
         for part, training in flags:

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,8 +124,17 @@ class Resume:
             began = begin(loop)
         loop.began = began
         state = self._mine["loader"] if self._same else None
+        ahead = self._mine.get("ahead") if self._same else None
+        if ahead is not None:
+            state = ahead["loader"]
         device = loop.trainer.runtime.device
-        return _further(loop.loader, began, state, self.position.done, device)
+        iterator = _further(loop.loader, began, state, self.position.done, device)
+        if not loop.reads_ahead:
+            return iterator
+        # The next batch had been loaded, too, before the random states that will be set.
+        if ahead is not None:
+            seeding.restore(ahead["random"], device)
+        return chain(list(islice(iterator, 1)), iterator)
 
     def restore(self, loop: FitLoop) -> None:
         """Set what differs from rank to rank: random states, gradients, what was logged."""
@@ -176,6 +186,8 @@ def capture(loop: FitLoop, at: Position) -> dict[str, Any]:
         **now,
         "began": loop.began if within else None,
         "loader": save() if within and callable(save) else None,
+        # of the next batch to train; a batch in hand is loaded anew
+        "ahead": loop.ahead if within and at.place is not Place.BATCH else None,
         "generators": data.generator_states(loop.loader),
         "workers": data.has_workers(loop.loader),
         "gradients": loop.strategy.gradients() if half else {},
