@@ -1,10 +1,12 @@
 """Batches loaded ahead of the training, in a thread of this process.
 
-Whoever iterates gets the same batches, and errors at the batch where they would have come. What a
-loader draws at random as an epoch begins, it draws in the main thread: the first batch of an epoch
-is loaded there, and of a fit also the second, to see whether loading draws in this process. If it
-does, all batches are loaded in step, because draws would otherwise come in another order than those
-of the training. A thread ends with its epoch, however that ends. Knows neither steps nor epochs.
+Whoever iterates gets the same batches, and errors at the batch where they would have come, as long
+as loading draws no random numbers in this process: drawn ahead, they would come in another order
+than those of the training. What a loader draws as an epoch begins, it draws in the main thread,
+where the first two batches of each epoch are loaded; the second shows whether loading draws. If so,
+or if a sampler is not known to draw at the beginning only, all that follows is loaded in step.
+Samples that draw now and then can escape this; random transforms belong in workers. A thread ends
+with its epoch, however that ends. Knows neither steps nor epochs.
 """
 
 from __future__ import annotations
@@ -37,13 +39,18 @@ class Prefetching:
     def __init__(self, loader: data.Loader, device: torch.device, *, copies: bool) -> None:
         self._device = device
         self._in_step = False
-        self._looked = False
+        self._used = False
         self._prepare: Callable[[Any], Any] | None = None
         if device.type == "cuda":
             self._prepare = _Staging(device, copies)
         if hasattr(loader, "state_dict"):
             self._give_up(
                 "the loader saves its position itself, which would be ahead of the training"
+            )
+        elif (sampler := _unknown_sampler(loader)) is not None:
+            self._give_up(
+                f"{sampler} may draw random numbers at any time in an epoch, and drawn ahead they "
+                "would change those of the training"
             )
 
     def over(self, iterator: Iterator[Any], most: float) -> Generator[Any, None, None]:
@@ -53,8 +60,9 @@ class Prefetching:
             most: items to take at most before they are asked for.
         """
         taken = 0
-        while taken == 0 or (taken == 1 and not self._looked):
-            before = seeding.states(self._device) if taken == 1 else None
+        while taken < 2:
+            look = taken == 1 and not self._in_step
+            before = seeding.states(self._device) if look else None
             try:
                 item = next(iterator)
             except StopIteration:
@@ -65,6 +73,7 @@ class Prefetching:
             yield item
             del item
         if not self._in_step:
+            self._used = True
             ahead = _Thread(iterator, most - taken, self._prepare)
             try:
                 yield from ahead
@@ -76,7 +85,6 @@ class Prefetching:
 
     def _look(self, before: dict[str, Tensor]) -> None:
         """Find out whether loading the last batch drew random numbers."""
-        self._looked = True
         after = seeding.states(self._device)
         if not all(torch.equal(value, after[name]) for name, value in before.items()):
             self._give_up(
@@ -86,7 +94,21 @@ class Prefetching:
 
     def _give_up(self, why: str) -> None:
         self._in_step = True
-        warnings.warn(f"prefetch=True has no effect: {why}", stacklevel=2)
+        later = " from here on" if self._used else ""
+        warnings.warn(f"prefetch=True has no effect{later}: {why}", stacklevel=2)
+
+
+def _unknown_sampler(loader: data.Loader) -> str | None:
+    """Name a sampler of a loader of which it is not known when it draws random numbers."""
+    batches = getattr(loader, "batch_sampler", None)
+    for one in (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
+        kind = type(one)
+        known = kind is data.ShardSampler or kind.__module__.startswith("torch.utils.data.")
+        if one is not None and not known:
+            return f"the sampler {kind.__name__}"
+    if any(one is torch.default_generator for one in data.generators(loader)):
+        return "a sampler with torch's default generator"  # with replacement, it draws in chunks
+    return None
 
 
 class _Thread:

@@ -17,15 +17,17 @@ import pytest
 import torch
 from ranks import Ranks
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
     TensorDataset,
     WeightedRandomSampler,
 )
 
-from gpulayer.pytorch import Callback, Module, Trainer, prefetch
+from gpulayer.pytorch import Callback, Module, Trainer, data, prefetch
 from gpulayer.pytorch.prefetch import AHEAD, Prefetching
 
 ROWS = 26
@@ -168,7 +170,7 @@ def test_fit_is_the_one_in_step(kind: str, limits: dict[str, Any]) -> None:
     assert fit(ahead, **limits) == fit(in_step, prefetch=False, **limits)
     if isinstance(rows := getattr(ahead, "dataset", None), Rows):
         assert rows.read == in_step.dataset.read
-        # The first batch of each epoch, and of the fit the second, come from the main thread.
+        # The first two batches of each epoch come from the main thread.
         many = limits.get("limit_train_batches", 13) > 2 and kind != "one batch"
         assert (NAME in rows.threads) == many
         assert rows.threads[0] == "MainThread"
@@ -194,6 +196,76 @@ def test_loading_that_draws_random_numbers_is_in_step_and_said_once(draws: str) 
     assert len(said) == 1
     assert "prefetch=True has no effect" in said[0]
     assert "num_workers" in said[0]
+
+
+class Late(Rows):
+    """Begins to draw in the second epoch."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.draws = "torch" if len(self.read) >= ROWS else ""
+        return super().__getitem__(index)
+
+
+class Chunks(Sampler[int]):
+    """Draws the next six indices when they are needed."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(4):
+            yield from torch.randint(ROWS, (6,)).tolist()
+
+
+class OwnBatches(BatchSampler):
+    pass
+
+
+def test_loading_that_draws_from_a_later_epoch_on_is_in_step_from_there() -> None:
+    rows = Late()
+    with pytest.warns(UserWarning, match="prefetch=True has no effect from here on: loading draws"):
+        found = fit(DataLoader(rows, BATCH, shuffle=True))
+    assert found == fit(DataLoader(Late(), BATCH, shuffle=True), prefetch=False)
+    assert NAME in rows.threads[:ROWS]
+    assert set(rows.threads[ROWS:]) == {"MainThread"}
+
+
+@pytest.mark.parametrize(
+    "kind", ["sampler", "batch sampler", "in batches", "no batches", "default"]
+)
+def test_sampler_that_is_not_torchs_is_read_in_step(kind: str) -> None:
+    def loader() -> Any:
+        rows = Rows()
+        if kind == "sampler":
+            return DataLoader(rows, BATCH, sampler=Chunks())
+        if kind == "batch sampler":
+            return DataLoader(rows, batch_sampler=OwnBatches(RandomSampler(rows), BATCH, False))
+        if kind == "in batches":
+            return DataLoader(rows, batch_sampler=BatchSampler(Chunks(), BATCH, False))
+        if kind == "no batches":
+            return DataLoader(rows, batch_size=None, sampler=Chunks())
+        sampler = RandomSampler(
+            rows, replacement=True, num_samples=90, generator=torch.default_generator
+        )
+        return DataLoader(rows, BATCH, sampler=sampler)
+
+    ahead = loader()
+    with pytest.warns(UserWarning, match="prefetch=True has no effect: .*sampler"):
+        found = fit(ahead)
+    assert found == fit(loader(), prefetch=False)
+    assert set(ahead.dataset.threads) == {"MainThread"}
+
+
+def test_samplers_of_ours_are_read_ahead() -> None:
+    rows = Rows()
+    loader = data.shard(
+        DataLoader(rows, BATCH, sampler=Chunks()), 0, 1, shuffle=True, pad=True, seed=1
+    )
+    other = data.shard(
+        DataLoader(Rows(), BATCH, sampler=Chunks()), 0, 1, shuffle=True, pad=True, seed=1
+    )
+    assert fit(loader) == fit(other, prefetch=False)
+    assert NAME in rows.threads
 
 
 def test_loader_with_a_position_of_its_own_is_read_in_step() -> None:
