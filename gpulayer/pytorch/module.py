@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -239,9 +239,10 @@ class Module(nn.Module):
                 hint="call torch.distributed.nn.functional.all_gather",
             )
         runtime, device = self.trainer.runtime, self.device
+        numpy = sys.modules.get("numpy")  # there are no arrays where nobody has imported it
 
         def gathered(value: Any) -> Any:
-            if isinstance(value, np.ndarray):
+            if numpy is not None and isinstance(value, numpy.ndarray):
                 value = torch.from_numpy(value)
             kind = next((kind for of, kind in _NUMBERS if isinstance(value, of)), None)
             if kind is not None:
