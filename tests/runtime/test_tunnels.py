@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -27,14 +28,30 @@ async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def served(handler: Handler, use: Callable[[Tunnels, int], Awaitable[None]]) -> None:
-    server = await asyncio.start_server(handler, "127.0.0.1", 0)
+    """Use tunnels to a server; whatever happens, every connection is closed before the loop is."""
+    connections: set[asyncio.Task[None]] = set()
+
+    async def connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connections.add(task)
+        try:
+            await handler(reader, writer)
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+
+    server = await asyncio.start_server(connection, "127.0.0.1", 0)
     found = Tunnels()
     try:
         async with asyncio.timeout(20.0):
             await use(found, server.sockets[0].getsockname()[1])
     finally:
-        found.close()
+        await found.close()
         server.close()
+        await server.wait_closed()
+        await asyncio.gather(*connections, return_exceptions=True)
 
 
 async def all_of(pieces: AsyncIterator[bytes]) -> bytes:

@@ -168,7 +168,7 @@ class Agent:
         self.jobs = JobHost(self._site())
         self.jobs.adopt()  # before the door opens: what runs here is not free
         services = ServiceDoor(self.jobs)
-        stack.callback(services.close)
+        stack.push_async_callback(services.close)
         self.door = Door(
             context=identities.server_context(self.home),
             book=self.book,

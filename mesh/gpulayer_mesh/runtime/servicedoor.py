@@ -42,9 +42,9 @@ class ServiceDoor:
             Route("PUT", tunnel, self.write, launcher, PIECE_BYTES),
         ]
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Close all tunnels."""
-        self._tunnels.close()
+        await self._tunnels.close()
 
     async def state(self, request: DoorRequest) -> ServiceState:
         """Say how the service is."""

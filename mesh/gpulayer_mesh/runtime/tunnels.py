@@ -107,12 +107,17 @@ class Tunnels:
                 self._close(name)
                 raise TransportError("the service closed the connection") from error
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Close all."""
         for timer in self._timers:
             timer.cancel()
+        writers = [tunnel.writer for tunnel in self._open.values()]
         for name in list(self._open):
             self._close(name)
+        for writer in writers:
+            writer.transport.abort()  # a service that takes nothing must not keep us waiting
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
     def _find(self, name: str) -> _Tunnel:
         if name not in self._open:
