@@ -17,19 +17,18 @@ ENVIRONMENT = """
 import json, os, socket
 from gpulayer.pytorch import launch
 launch(nodes=3, accelerator="cpu", devices=1)
+import torch
 import torch.distributed as dist
 RANK = int(os.environ["RANK"])
 dist.init_process_group("gloo")
-dist.barrier()
-dist.destroy_process_group()
 # A script may meet at a port of its own as well.
 with socket.socket() as free:
     free.bind(("", 0))
-    port = free.getsockname()[1]
-# ... which rank 0 tells the others here as they would be told by hand.
-store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 3, RANK == 0)
-store.set("port", str(port)) if RANK == 0 else None
-second = f"tcp://{os.environ['MASTER_ADDR']}:{store.get('port').decode()}"
+    port = torch.tensor([free.getsockname()[1]])
+dist.broadcast(port, 0)
+dist.barrier()
+dist.destroy_process_group()
+second = f"tcp://{os.environ['MASTER_ADDR']}:{port.item()}"
 dist.init_process_group("gloo", init_method=second, rank=RANK, world_size=3)
 dist.barrier()
 dist.destroy_process_group()
@@ -61,13 +60,15 @@ def test_ranks_meet_over_the_lan_and_never_over_docker0(mesh: LanMesh) -> None:
     # torch's default port is taken everywhere, e.g. by a job that somebody runs by hand.
     listen = "import socket, time; s = socket.create_server(('', 29500)); time.sleep(600)"
     others = [box.popen(["python", "-c", listen]) for box in mesh.boxes]
-    runs = [mesh.laptop.popen(["python", "train.py"], cwd=folder) for _ in range(2)]
-    for run in runs:  # two jobs at once on the same hosts
-        assert run.wait(120) == 0, run.output()
-    for other in others:
-        assert other.poll() is None, other.output()
-        other.kill()
-        other.wait()
+    try:
+        runs = [mesh.laptop.popen(["python", "train.py"], cwd=folder) for _ in range(2)]
+        for run in runs:  # two jobs at once on the same hosts
+            assert run.wait(120) == 0, run.output()
+        assert all(other.poll() is None for other in others)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
     found = [json.loads(path.read_text()) for path in folder.rglob("env.json")]
     assert len(found) == 6
     boxes = {box.address for box in mesh.boxes}
