@@ -12,12 +12,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from gpulayer_mesh.core.ownfiles import FUNCTION_RESULT
 from gpulayer_mesh.errors import ConfigError
 
 from gpulayer import env, values
 
 ARGUMENTS = ".gpulayer-call/arguments"  # in the bundle
-RESULT = ".gpulayer-result/value"  # in the output directory of a rank
 
 
 def main(argv: list[str]) -> None:
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
     if inspect.isawaitable(result):
         raise ConfigError(f"{argv[1]} is a coroutine function: call asyncio.run() in it")
     data = values.pack(result, f"the result of {argv[1]}")
-    file = place.output_dir / RESULT
+    file = place.output_dir / FUNCTION_RESULT
     file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_suffix(".tmp")
     temporary.write_bytes(data)
@@ -45,7 +45,8 @@ def resolve(reference: str) -> Callable[..., Any]:
     """Return the function that "package.module:name" or "module:Class.method" refers to.
 
     Raises:
-        ConfigError: it is not there. ImportError: the module's own, unless it is the missing one.
+        ConfigError: the module has no such function.
+        ImportError: importing the module failed.
     """
     module, _, name = reference.partition(":")
     found: Any = importlib.import_module(module)

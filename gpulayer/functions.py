@@ -11,18 +11,22 @@ from __future__ import annotations
 import asyncio
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from gpulayer_mesh.core.ownfiles import FUNCTION_RESULT
 from gpulayer_mesh.errors import ConfigError, GpuLayerError
 
 from gpulayer import called, values
 from gpulayer import env as environment
 
 if TYPE_CHECKING:
+    from gpulayer_mesh.client import MeshClient
     from gpulayer_mesh.core.jobspec import JobRecord
+
+    from gpulayer.launcher import JobRequest
 
 T = TypeVar("T")
 
@@ -58,7 +62,7 @@ class Job:
     @property
     def state(self) -> str:
         """Its state now, as `gpulayer jobs` shows it; asks the mesh."""
-        self._record = _run(lambda: self._refreshed())
+        self._record = _run(lambda: _asking(lambda client: client.record(self._record)))
         return self._record.state.value
 
     def result(self, timeout_s: float | None = None, *, logs: bool = True) -> Any:
@@ -79,7 +83,7 @@ class Job:
         """Return what the function returned on each rank; otherwise as `result`."""
         if self._results is None:
             try:
-                home = _run(lambda: self._home(timeout_s, logs))
+                home = _run(lambda: _asking(lambda client: self._home(client, timeout_s, logs)))
             except KeyboardInterrupt:
                 self.stop()
                 raise
@@ -88,27 +92,13 @@ class Job:
 
     def stop(self, *, kill: bool = False) -> None:
         """Ask for the end of the job: its processes get their grace time, or with `kill` none."""
-
-        async def ask() -> None:
-            from gpulayer_mesh.client import MeshClient
-
-            async with await MeshClient.connect(environment.home()) as client:
-                await client.stop(self.id, grace_s=None, kill=kill)
-
-        _run(ask)
+        _run(lambda: _asking(lambda client: client.stop(self.id, grace_s=None, kill=kill)))
 
     def _ranks(self) -> int:
         return sum(slot.processes for slot in self._record.spec.slots)
 
-    async def _refreshed(self) -> JobRecord:
-        from gpulayer_mesh.client import MeshClient
-
-        async with await MeshClient.connect(environment.home()) as client:
-            return await client.record(self._record)
-
-    async def _home(self, timeout_s: float | None, logs: bool) -> Path:
+    async def _home(self, client: MeshClient, timeout_s: float | None, logs: bool) -> Path:
         """Wait for the end and bring the files home; returns the folder."""
-        from gpulayer_mesh.client import MeshClient
         from gpulayer_mesh.core.jobspec import JobState
 
         from gpulayer import jobs
@@ -117,22 +107,23 @@ class Job:
 
         ui = Ui()
         home = self._root / "gpulayer_jobs" / self.id
-        async with await MeshClient.connect(environment.home()) as client:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    waits = jobs.follow if logs else jobs.wait_end
-                    self._record = await waits(client, self._record, ui)
-            except TimeoutError:
-                raise TimeoutError(
-                    f"job {self.id} has not ended within {timeout_s:g} s; it goes on"
-                ) from None
-            if self._record.state is JobState.SUCCEEDED:
-                await jobs.collect(client, self._record, home, ui)
-                return home
-            try:
-                await jobs.collect(client, self._record, home, ui)
-            except GpuLayerError as error:
-                ui.note(error.message)
+        try:
+            async with asyncio.timeout(timeout_s):
+                waits = jobs.follow if logs else jobs.wait_end
+                self._record = await waits(client, self._record, ui)
+        except TimeoutError:
+            raise TimeoutError(
+                f"job {self.id} has not ended within {timeout_s} s; it goes on"
+            ) from None
+        succeeded = self._record.state is JobState.SUCCEEDED
+        try:
+            await jobs.collect(client, self._record, home, ui)
+        except GpuLayerError as error:
+            if succeeded:
+                raise
+            ui.note(error.message)
+        if succeeded:
+            return home
         failure = self._record.failure
         said = "".join(f"\n  {line}" for line in (failure.tail if failure else ()))
         why = failure.reason if failure else self._record.cause
@@ -145,7 +136,7 @@ class Job:
         )
 
     def _read(self, home: Path, rank: int) -> Any:
-        file = home / ("" if rank == 0 else f"rank{rank}") / called.RESULT
+        file = home / ("" if rank == 0 else f"rank{rank}") / FUNCTION_RESULT
         if not file.is_file():
             raise JobFailedError(
                 f"job {self.id} ({self._record.spec.name}) is no function's, or its result did "
@@ -199,6 +190,10 @@ def submit(
         NoMeshError, DiscoveryError, PlacementError, NotAllowedError, BundleError, TransportError:
             nothing was started.
     """
+    from gpulayer_mesh.core.jobspec import JobKind
+
+    from gpulayer.launcher import JobRequest, accelerator_of
+
     folder = _root(root)
     reference = function if isinstance(function, str) else _reference(function, folder)
     _check(reference)
@@ -206,18 +201,22 @@ def submit(
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "arguments"
         file.write_bytes(data)
-        request = _request(
-            reference,
-            folder,
-            file,
+        request = JobRequest(
+            argv=("-m", "gpulayer.called", reference),
+            python=True,
+            kind=JobKind.FUNCTION,
+            name=reference,
+            root=folder,
+            program=("-m", reference.partition(":")[0]),
             nodes=nodes,
-            devices=devices,
-            accelerator=accelerator,
-            target=target,
-            env=env,
-            secrets=secrets,
+            devices=devices,  # type: ignore[arg-type]  # it is checked there
+            accelerator=accelerator_of(accelerator),
+            target=target if isinstance(target, str) else tuple(target),
+            env=environment.variables(env),
+            secrets=environment.variables(secrets, "secrets"),
             stop_grace_s=stop_grace_s,
             wait_s=wait_s,
+            extra_files={called.ARGUMENTS: file},
         )
         return Job(_run(lambda: _start(request)), folder)
 
@@ -228,14 +227,7 @@ def attach(job: str) -> Job:
     Raises:
         GpuLayerError: there is none, or several.
     """
-
-    async def find() -> JobRecord:
-        from gpulayer_mesh.client import MeshClient
-
-        async with await MeshClient.connect(environment.home()) as client:
-            return await client.find_job(job)
-
-    return Job(_run(find), Path.cwd())
+    return Job(_run(lambda: _asking(lambda client: client.find_job(job))), Path.cwd())
 
 
 def _root(given: str | Path | None) -> Path:
@@ -290,31 +282,7 @@ def _check(reference: str) -> None:
         )
 
 
-def _request(reference: str, root: Path, arguments: Path, **asked: Any) -> Any:
-    from gpulayer_mesh.core.jobspec import JobKind
-
-    from gpulayer.launcher import JobRequest, accelerator_of
-
-    return JobRequest(
-        argv=("-m", "gpulayer.called", reference),
-        python=True,
-        kind=JobKind.FUNCTION,
-        name=reference,
-        root=root,
-        program=("-m", reference.partition(":")[0]),
-        nodes=asked["nodes"],
-        devices=asked["devices"],
-        accelerator=accelerator_of(asked["accelerator"]),
-        target=asked["target"] if isinstance(asked["target"], str) else tuple(asked["target"]),
-        env=environment.variables(asked["env"]),
-        secrets=environment.variables(asked["secrets"], "secrets"),
-        stop_grace_s=asked["stop_grace_s"],
-        wait_s=asked["wait_s"],
-        extra_files={called.ARGUMENTS: arguments},
-    )
-
-
-async def _start(request: Any) -> JobRecord:
+async def _start(request: JobRequest) -> JobRecord:
     from gpulayer.launcher import start
     from gpulayer.ui import Ui
 
@@ -330,5 +298,26 @@ def _run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work())
+    begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any] | None]] = Future()
+
+    async def main() -> T:
+        begun.set_result((asyncio.get_running_loop(), asyncio.current_task()))
+        return await work()
+
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(lambda: asyncio.run(work())).result()
+        running = pool.submit(lambda: asyncio.run(main()))
+        try:
+            return running.result()
+        except KeyboardInterrupt:  # it came to this thread, and the pool waits for the other
+            loop, task = begun.result()
+            if task is not None and not running.done():
+                loop.call_soon_threadsafe(task.cancel)
+            raise
+
+
+async def _asking(ask: Callable[[MeshClient], Awaitable[T]]) -> T:
+    """Ask the mesh something, over a connection of its own."""
+    from gpulayer_mesh.client import MeshClient
+
+    async with await MeshClient.connect(environment.home()) as client:
+        return await ask(client)

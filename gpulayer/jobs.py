@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from gpulayer_mesh.core.jobspec import JobRecord, JobSpec, JobState, OutputFile, Outputs
+from gpulayer_mesh.core import ownfiles
+from gpulayer_mesh.core.jobspec import OVER, JobRecord, JobSpec, JobState, OutputFile, Outputs
 from gpulayer_mesh.errors import DiscoveryError, GpuLayerError, TransportError
 
 from gpulayer.ui import Ui, shown_path
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from gpulayer_mesh.client import MeshClient
     from gpulayer_mesh.core.types import NodeId
 
-ENDED = (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 POLL_S = 1.0  # how often the record is asked for while lines arrive
 POLL_FAST_S = 0.1  # ... and once all lines are there: the end is a moment away
 DRAIN_S = 10.0  # after the end, for lines still on their way
@@ -32,7 +32,6 @@ LOST_S = 600.0  # nobody answers for this long: twice the ranks' own lease, so t
 LOST_TRIES = 10  # ... and not just because this machine slept
 FETCHES = 4  # parallel downloads: fills a 1 Gbit/s link through one TLS core
 STAYED_SHOWN = 10  # a folder of links must not push the job's own last lines off the screen
-HIDDEN = ".gpulayer-result"  # the Trainer's own folder: fetched, not listed
 
 
 async def follow(
@@ -103,7 +102,7 @@ async def _wait_end(
                 ) from e
             if failures == 3:  # one or two are a hiccup
                 ui.note(f"no node of job {record.spec.id} answers; trying again")
-        if record.state in ENDED:
+        if record.state in OVER:
             return record
         if lines_done.is_set():
             await asyncio.sleep(POLL_S if failures else POLL_FAST_S)
@@ -263,4 +262,4 @@ def _unsafe(path: str) -> str | None:
 
 
 def _hidden(file: OutputFile) -> bool:
-    return file.area == "out" and file.path.split("/")[0] == HIDDEN
+    return file.area == "out" and file.path.split("/")[0] == ownfiles.FOLDER

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpulayer_mesh.core import wire
-from gpulayer_mesh.core.jobspec import JobKind, JobRecord, JobState, ServiceState
+from gpulayer_mesh.core.jobspec import OVER, JobKind, JobRecord, JobState, ServiceState
 from gpulayer_mesh.errors import ConfigError, GpuLayerError, NotFoundError
+
+from gpulayer import serving
 
 if TYPE_CHECKING:
     from gpulayer_mesh.client import MeshClient
 
+    from gpulayer.launcher import JobRequest
+
 CALL_S = 5.0
-BEGIN_S = 60.0  # how long `wait_healthy` waits for the first answer
+BEGIN_S = serving.BEGIN_S + 10.0  # for the first answer: the supervisor gives up before us
 POLL_S = 0.3
-PIECE_BYTES = 64 * 1024
 CONNECTIONS_MAX = 24  # at once: each holds one connection to the node, of the 32 we may have
 
 
@@ -54,7 +57,7 @@ def request(
     health: str,
     restart: str,
     **fields: Any,
-) -> Any:
+) -> JobRequest:
     """Return the job that keeps a command running; `fields` are those of `JobRequest`.
 
     Args:
@@ -88,11 +91,14 @@ async def running(client: MeshClient) -> list[Service]:
         if record.spec.kind is JobKind.SERVICE
         and record.state in (JobState.STARTING, JobState.RUNNING)
     ]
-    states = await asyncio.gather(*(state(client, one) for one in records), return_exceptions=True)
-    found = [
-        Service(record, None if isinstance(one, BaseException) else one)
-        for record, one in zip(records, states, strict=True)
-    ]
+
+    async def of(record: JobRecord) -> ServiceState | None:
+        with contextlib.suppress(GpuLayerError):  # it ended, or its node is away
+            return await state(client, record)
+        return None
+
+    states = await asyncio.gather(*map(of, records))
+    found = map(Service, records, states)
     return sorted(found, key=lambda service: service.name)
 
 
@@ -138,7 +144,7 @@ async def wait_healthy(client: MeshClient, record: JobRecord) -> ServiceState:
         if found.state == "healthy":
             return found
         record = await client.record(record)
-        if record.state in (JobState.FAILED, JobState.CANCELLED, JobState.SUCCEEDED):
+        if record.state in OVER:
             why = record.failure.reason if record.failure else record.cause or "it ended"
             raise GpuLayerError(
                 f"service {record.spec.name!r} did not come up: {why}",
@@ -198,6 +204,8 @@ class Tunnel:
         task.add_done_callback(self._tasks.discard)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from gpulayer.launcher import first_error
+
         try:
             async with self._gate:
                 opened = await self._client.call(self._node, "POST", self._base, {})
@@ -207,7 +215,7 @@ class Tunnel:
                     await self._down(writer, path)
                     up.cancel()  # the service has ended the connection
         except* (GpuLayerError, OSError) as errors:
-            self._failed("; ".join(str(error) for error in _flat(errors)))
+            self._failed(str(first_error(errors)))
         finally:
             writer.close()
 
@@ -222,7 +230,7 @@ class Tunnel:
     async def _up(self, reader: asyncio.StreamReader, path: str) -> None:
         at = 0
         while True:
-            data = await reader.read(PIECE_BYTES)
+            data = await reader.read(wire.TUNNEL_PIECE_MAX)
             query = f"?at={at}" + ("" if data else "&end=1")
             try:
                 await self._client.call(self._node, "PUT", path + query, raw=data, deadline_s=60.0)
@@ -231,10 +239,3 @@ class Tunnel:
             if not data:
                 return
             at += len(data)
-
-
-def _flat(errors: BaseExceptionGroup[BaseException]) -> Sequence[BaseException]:
-    found: list[BaseException] = []
-    for error in errors.exceptions:
-        found += _flat(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return found

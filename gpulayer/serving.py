@@ -4,7 +4,7 @@
 
 The command is started, asked for its health, and started again when it ends or falls silent, with
 pauses that double. What became of it stands in a file in the output directory, for whoever lists
-services. Standard library only: a service needs no torch. Does not know the mesh.
+services. Imports little, a service needs no torch. Does not know the mesh.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from gpulayer_mesh.core.ownfiles import SERVICE_STATE
+
 from gpulayer import env
 
-STATE = ".gpulayer-service/state.json"  # in the output directory
 POLICIES = ("always", "on-failure", "never")
 CHECK_S = 2.0  # between two looks at its health
 ANSWER_S = 5.0  # for one answer
@@ -138,14 +139,14 @@ class Service:
         """Run the command to its end; returns its code and how long it was healthy."""
         port = self._port or _free_port()
         if self._port and _answers(port, ""):
-            raise SystemExit(f"gpulayer: port {port} of this machine is taken by another program")
+            return self._not_started(f"port {port} of this machine is taken by another program")
         health = Health(time.monotonic())
         try:
             self._process = subprocess.Popen(
                 self._command, env=env.copied_env() | {"PORT": str(port)}, stdin=subprocess.DEVNULL
             )
         except OSError as error:
-            raise SystemExit(f"gpulayer: {self._command[0]!r} cannot be started: {error}") from None
+            return self._not_started(f"{self._command[0]!r} cannot be started: {error}")
         self._tell("starting", None, port)
         look_at = time.monotonic() + TICK_S
         told_to_end = False
@@ -166,6 +167,14 @@ class Service:
             if health.since is not None:
                 self._tell("healthy" if health.answers else "unhealthy", None, port)
         return code, health.healthy_s(time.monotonic())
+
+    def _not_started(self, why: str) -> tuple[int, float]:
+        """Give up at the first start; later, what is in the way may go."""
+        self._say(f"cannot start: {why}")
+        if self._restarts.count == 0:
+            self._tell("failed", 1)
+            raise SystemExit(1)
+        return 1, 0.0
 
     def _end(self) -> int:
         assert self._process is not None
@@ -245,7 +254,7 @@ def main(argv: list[str]) -> int:
         raise SystemExit("gpulayer.serving is run by services only")
     if os.path.basename(command[0]) in ("python", "python3"):
         command[0] = sys.executable  # the node's own
-    state = place.output_dir / STATE
+    state = place.output_dir / SERVICE_STATE
     return Service(command, args.port, args.health, args.restart, state).run()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpulayer_mesh.core.ownfiles import FUNCTION_RESULT
 from gpulayer_mesh.errors import ConfigError
 
 import gpulayer
@@ -112,7 +113,7 @@ def test_rank_calls_the_function_and_leaves_its_result(tmp_path: Path) -> None:
     done = run_called(tmp_path, body, "work:Tools.add", 1, 2, scale=10)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "adding\n"
-    found = values.unpack((tmp_path / "out" / called.RESULT).read_bytes())
+    found = values.unpack((tmp_path / "out" / FUNCTION_RESULT).read_bytes())
     assert found == {"sum": 30, "pair": (1, 2)}
 
 
@@ -131,6 +132,38 @@ def test_rank_fails_with_the_reason(body: str, text: str, tmp_path: Path) -> Non
     done = run_called(tmp_path, body, "work:f")
     assert done.returncode == 1
     assert text in done.stderr
+
+
+INTERRUPTED = """
+import asyncio, os, signal, threading, time
+from gpulayer import functions
+
+began = threading.Event()
+
+async def work():
+    began.set()
+    await asyncio.sleep(60)
+
+def press():
+    began.wait(30)
+    os.kill(os.getpid(), signal.SIGINT)
+
+async def cell():
+    threading.Thread(target=press).start()
+    functions._run(work)
+
+try:
+    asyncio.new_event_loop().run_until_complete(cell())  # as notebooks do
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_interrupt_reaches_what_runs_beside_the_loop_of_a_notebook() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=30
+    )
+    assert done.stdout == "interrupted\n", done.stderr
 
 
 def test_importing_what_submits_does_not_import_torch() -> None:

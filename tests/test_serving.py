@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gpulayer_mesh.core.ownfiles import SERVICE_STATE
 
 from gpulayer import serving
 from gpulayer.serving import Health, Restarts
@@ -104,7 +106,7 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = json.loads((self.folder / "out" / serving.STATE).read_text())
+            found: dict[str, Any] = json.loads((self.folder / "out" / SERVICE_STATE).read_text())
         except FileNotFoundError:
             return {}
         return found
@@ -190,3 +192,24 @@ def test_port_that_is_taken_is_said(tmp_path: Path, runs: list[Run]) -> None:
         runs.append(run)
         assert run.process.wait(DEADLINE_S) == 1
     assert f"port {port} of this machine is taken" in run.said()
+    assert run.state()["state"] == "failed"
+
+
+@pytest.mark.network
+def test_port_that_is_taken_at_a_restart_is_waited_for(tmp_path: Path, runs: list[Run]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run = Run(tmp_path, "--port", str(port))
+    runs.append(run)
+    run.wait(state="healthy")
+    with contextlib.suppress(ConnectionError, http.client.HTTPException):
+        run.get("/die")
+    run.wait(state="waiting")
+    with socket.socket() as taken:  # e.g. a child that outlived it
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        run.wait(restarts=2)
+    run.wait(state="healthy")
+    assert "cannot start" in run.said()

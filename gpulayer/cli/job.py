@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from gpulayer_mesh.client import MeshClient, Queued
-from gpulayer_mesh.core.jobspec import JobKind, JobRecord
+from gpulayer_mesh.core.jobspec import OVER, JobKind, JobRecord
 from gpulayer_mesh.core.types import Accelerator
 from gpulayer_mesh.errors import ConfigError, ExitCode, GpuLayerError
 
@@ -203,9 +203,10 @@ async def stop_and_wait(
     client: MeshClient, record: JobRecord, args: Namespace, ui: Ui
 ) -> JobRecord:
     """End a job as `--grace` and `--kill` say; returns its last record."""
-    if record.state in viewing.ENDED:
+    if record.state in OVER:
         return record
-    grace_s = 0.0 if args.kill else args.grace or record.spec.stop_grace_s
+    own = record.spec.stop_grace_s if args.grace is None else args.grace
+    grace_s = 0.0 if args.kill else own
     ui.note(f"stopping job {record.spec.id}: its ranks have {grace_s:g} s")
     record = await client.stop(record.spec.id, grace_s=args.grace, kill=args.kill)
     try:
@@ -227,7 +228,7 @@ def get(args: Namespace, ui: Ui) -> int:
         nonlocal running
         async with await MeshClient.connect(env.home()) as client:
             record = await client.find_job(args.job)
-            running = record.state not in viewing.ENDED
+            running = record.state not in OVER
             dest = Path(args.to) if args.to else _home_of(record)
             return await viewing.collect(client, record, dest, ui, only=args.path)
 

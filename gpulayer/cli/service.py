@@ -11,7 +11,6 @@ from argparse import Namespace
 from pathlib import Path
 
 from gpulayer_mesh.client import MeshClient
-from gpulayer_mesh.core.jobspec import ServiceState
 from gpulayer_mesh.errors import ConfigError, ExitCode, GpuLayerError
 
 from gpulayer import env, services
@@ -94,10 +93,10 @@ def connect(args: Namespace, ui: Ui) -> int:
     async def lead() -> int:
         async with await MeshClient.connect(env.home()) as client:
             service = await services.find(client, args.service)
+            own = service.state.port if service.state else 0
             tunnel = services.Tunnel(client, service, lambda why: ui.note(f"a connection: {why}"))
-            state = service.state or ServiceState("starting")
             try:
-                port = await tunnel.listen(state.port if args.port is None else args.port)
+                port = await tunnel.listen(own if args.port is None else args.port)
                 ui.note(
                     f"127.0.0.1:{port} leads to service {service.name} on {service.node}; "
                     "Ctrl-C ends it"

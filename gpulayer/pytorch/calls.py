@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpulayer_mesh.core import ownfiles
+
 from gpulayer import env as environment
 from gpulayer.pytorch import checkpoints, ending, launching, precision, prediction, results
 from gpulayer.pytorch.launching import Where
@@ -69,7 +71,7 @@ def run(
         sent = replay / f"{index}.ckpt"
         returned = here(str(sent) if sent.is_file() else None)
         if place.output_dir is not None:
-            folder = place.output_dir / results.FOLDER / str(index)
+            folder = place.output_dir / ownfiles.FOLDER / str(index)
             if place.rank == 0:
                 results.write(results.capture(trainer, model, returned), folder)
             elif shares:
@@ -103,7 +105,7 @@ def _elsewhere(
             files[f"{results.REPLAY}/{index}.ckpt"] = Path(checkpoint).resolve()
         outcome = _job(trainer, index, choice, files)
     assert outcome.output_dir is not None
-    inside = Path(results.FOLDER) / str(index)
+    inside = Path(ownfiles.FOLDER) / str(index)
     found = outcome.output_dir / inside
     returned = _adopt(trainer, model, found)
     trainer._came_home(outcome.output_dir)

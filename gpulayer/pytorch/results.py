@@ -25,7 +25,6 @@ from gpulayer.pytorch.arguments import ArgumentError
 if TYPE_CHECKING:
     from gpulayer.pytorch.trainer import Trainer
 
-FOLDER = ".gpulayer-result"  # under a rank's output directory
 REPLAY = ".gpulayer-replay"  # in the bundle: results of earlier calls
 REPLAY_VARIABLE = "GPULAYER_REPLAY"
 WEIGHTS = "weights.safetensors"

@@ -11,10 +11,10 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from gpulayer_mesh.core import wire
@@ -36,6 +36,8 @@ from gpulayer_mesh.runtime import identity as identities
 from gpulayer_mesh.runtime.dial import Dialer
 from gpulayer_mesh.runtime.discovery import browse, mesh_tag
 from gpulayer_mesh.runtime.interfaces import list_interfaces
+
+T = TypeVar("T")
 
 CALL_S = 10.0  # default deadline of one call
 MDNS_AFTER_S = 0.3  # remembered addresses get this head start over multicast
@@ -288,19 +290,15 @@ class MeshClient:
         snapshot = await self.snapshot()
         nodes = [m.node for m in snapshot.members if m.addresses]
         answers = await asyncio.gather(*map(self.tickets, nodes), return_exceptions=True)
-        queues = {
-            node: answer
-            for node, answer in zip(nodes, answers, strict=True)
-            if not isinstance(answer, BaseException)
-        }
+        queues = dict(_answered(nodes, answers))
         places = positions(queues.values())
-        newest: dict[str, Queued] = {}
+        found: dict[str, Queued] = {}
         for node, queue in queues.items():
             for ticket in queue:
-                before = newest.get(ticket.job)
+                before = found.get(ticket.job)
                 where = (*before.nodes, node) if before is not None else (node,)
-                newest[ticket.job] = Queued(ticket, places[ticket.job], where)
-        return sorted(newest.values(), key=lambda one: one.ticket.order)
+                found[ticket.job] = Queued(ticket, places[ticket.job], where)
+        return sorted(found.values(), key=lambda one: one.ticket.order)
 
     async def stop_queued(self, job: Queued) -> bool:
         """Take a job out of the queue; False if it has left it meanwhile.
@@ -351,9 +349,7 @@ class MeshClient:
         nodes = [m.node for m in snapshot.members if m.addresses]
         answers = await asyncio.gather(*(of(node) for node in nodes), return_exceptions=True)
         best: dict[str, JobRecord] = {}
-        for node, records in zip(nodes, answers, strict=True):
-            if isinstance(records, BaseException):
-                continue
+        for node, records in _answered(nodes, answers):
             for job in records:
                 if job.spec.id not in best or job.keeper == node:
                     best[job.spec.id] = job
@@ -555,11 +551,7 @@ class MeshClient:
             return None
 
         answers = await asyncio.gather(*(of(node) for node in nodes), return_exceptions=True)
-        return [
-            (node, one)
-            for node, one in zip(nodes, answers, strict=True)
-            if not isinstance(one, BaseException)
-        ]
+        return list(_answered(nodes, answers))
 
     async def fetch(self, record: JobRecord, node: NodeId, file: OutputFile, dest: Path) -> None:
         """Bring one output file home: resumed where it broke off, verified, renamed into place.
@@ -613,6 +605,17 @@ def _lost(record: JobRecord, node: NodeId) -> bool:
     return all(
         report.node != node or report.phase is not HostPhase.ENDED for report in record.reports
     )
+
+
+def _answered(
+    nodes: Sequence[NodeId], answers: Sequence[T | BaseException]
+) -> Iterator[tuple[NodeId, T]]:
+    """Yield what nodes answered; those that did not, or refused, are left out."""
+    for node, answer in zip(nodes, answers, strict=True):
+        if not isinstance(answer, BaseException):
+            yield node, answer
+        elif not isinstance(answer, GpuLayerError):
+            raise answer
 
 
 def _own_agent(home: Path) -> Addresses:

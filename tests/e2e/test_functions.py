@@ -74,6 +74,8 @@ if __name__ == "__main__":
     except gpulayer.JobFailedError as error:
         assert error.code == 130, error.code
         print("stopped:", error)
+    else:
+        raise AssertionError("it went on")
     print(json.dumps([job.id for job in jobs]))
 """
 
@@ -126,7 +128,11 @@ def test_interrupted_wait_stops_the_job(mesh: LanMesh, folder: Path) -> None:
     run = mesh.laptop.popen(["python", "-c", code], cwd=folder)
     run.expect("asleep", 60)
     run.interrupt()
-    run.wait(30)
-    jobs = json.loads(mesh.gpulayer("jobs", "--json").stdout)["jobs"]
+    assert run.wait(30) != 0
     assert until(lambda: not mesh.ranks(), 15)
-    assert jobs[0]["name"] == "work:sleeps"
+
+    def ended() -> bool:
+        job = json.loads(mesh.gpulayer("jobs", "--json").stdout)["jobs"][0]
+        return (job["name"], job["state"]) == ("work:sleeps", "cancelled")
+
+    until(ended, 15)

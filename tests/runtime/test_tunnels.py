@@ -60,38 +60,49 @@ async def all_of(pieces: AsyncIterator[bytes]) -> bytes:
 
 def test_bytes_go_both_ways_and_repeats_go_once() -> None:
     async def use(found: Tunnels, port: int) -> None:
-        name = await found.open(port)
-        reading = asyncio.create_task(all_of(found.read(name)))
+        name = await found.open(port, "job")
+        reading = asyncio.create_task(all_of(found.read(name, "job")))
         await asyncio.sleep(0)
-        await found.write(name, 0, b"hello ", end=False)
-        await found.write(name, 0, b"hello ", end=False)  # the answer was lost
-        await found.write(name, 4, b"o world", end=False)  # part of it is known
-        await found.write(name, 11, b"", end=True)
+        await found.write(name, "job", 0, b"hello ", end=False)
+        await found.write(name, "job", 0, b"hello ", end=False)  # the answer was lost
+        await found.write(name, "job", 4, b"o world", end=False)  # part of it is known
+        await found.write(name, "job", 11, b"", end=True)
         assert await reading == b"HELLO WORLDEND"
         assert name not in found
         with pytest.raises(NotFoundError):
-            await found.write(name, 11, b"more", end=False)
+            await found.write(name, "job", 11, b"more", end=False)
+
+    asyncio.run(served(echo, use))
+
+
+def test_tunnel_of_another_owner_is_not_found() -> None:
+    async def use(found: Tunnels, port: int) -> None:
+        name = await found.open(port, "job")
+        with pytest.raises(NotFoundError):
+            await found.write(name, "other", 0, b"x", end=False)
+        with pytest.raises(NotFoundError):
+            await anext(found.read(name, "other"))
 
     asyncio.run(served(echo, use))
 
 
 def test_missing_piece_is_refused() -> None:
     async def use(found: Tunnels, port: int) -> None:
-        name = await found.open(port)
+        name = await found.open(port, "job")
         with pytest.raises(RemoteProtocolError, match="bytes 0 to 5 of the tunnel are missing"):
-            await found.write(name, 5, b"x", end=False)
+            await found.write(name, "job", 5, b"x", end=False)
 
     asyncio.run(served(echo, use))
 
 
 def test_reader_that_goes_ends_the_tunnel() -> None:
     async def use(found: Tunnels, port: int) -> None:
-        name = await found.open(port)
-        await found.write(name, 0, b"x", end=False)
-        pieces = found.read(name)
+        name = await found.open(port, "job")
+        await found.write(name, "job", 0, b"x", end=False)
+        pieces = found.read(name, "job")
         assert await anext(pieces) == b"X"
         with pytest.raises(RemoteProtocolError, match="read already"):
-            await anext(found.read(name))
+            await anext(found.read(name, "job"))
         await pieces.aclose()  # type: ignore[attr-defined]
         assert name not in found
 
@@ -102,7 +113,7 @@ def test_tunnel_that_nobody_reads_is_closed(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(tunnels, "READ_S", 0.05)
 
     async def use(found: Tunnels, port: int) -> None:
-        name = await found.open(port)
+        name = await found.open(port, "job")
         while name in found:  # noqa: ASYNC110  it tells nobody
             await asyncio.sleep(0.01)
 
@@ -111,12 +122,12 @@ def test_tunnel_that_nobody_reads_is_closed(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_end_of_the_service_ends_the_tunnel() -> None:
     async def use(found: Tunnels, port: int) -> None:
-        name = await found.open(port)
-        reading = asyncio.create_task(all_of(found.read(name)))
-        await found.write(name, 0, b"x", end=False)
+        name = await found.open(port, "job")
+        reading = asyncio.create_task(all_of(found.read(name, "job")))
+        await found.write(name, "job", 0, b"x", end=False)
         assert await reading == b""
         with pytest.raises(NotFoundError, match="has ended"):
-            await found.write(name, 1, b"y", end=False)
+            await found.write(name, "job", 1, b"y", end=False)
 
     asyncio.run(served(silent, use))
 
@@ -130,10 +141,10 @@ def test_closed_port_and_too_many_tunnels(monkeypatch: pytest.MonkeyPatch) -> No
         server.close()
         await server.wait_closed()
         with pytest.raises(TransportError, match=f"nothing answers on port {closed}"):
-            await found.open(closed)
-        await found.open(port)
-        await found.open(port)
+            await found.open(closed, "job")
+        await found.open(port, "job")
+        await found.open(port, "job")
         with pytest.raises(TransportError, match="2 tunnels are open already"):
-            await found.open(port)
+            await found.open(port, "job")
 
     asyncio.run(served(echo, use))

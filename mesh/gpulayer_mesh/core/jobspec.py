@@ -43,6 +43,9 @@ class JobState(StrEnum):
     CANCELLED = "cancelled"
 
 
+OVER = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
+
+
 class RankState(StrEnum):
     WAITING = "waiting"
     RUNNING = "running"

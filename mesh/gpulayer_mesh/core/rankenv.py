@@ -116,8 +116,6 @@ def rank_environment(
     }
     if spec.call is not None:
         env["GPULAYER_CALL"] = str(spec.call)
-        if rank == 0:
-            env["GPULAYER_RESULT"] = f"{out}/.gpulayer-result"
     return env
 
 

@@ -27,6 +27,7 @@ PACKET_MAX = 1200  # bytes; fits every path MTU seen on LANs and tunnels
 RECORD_MAX = 32 * 1024  # one signed record: 64 devices with their link rows take about 20 KiB
 ENVELOPE_MAX = 64 * 1024  # any control message that is not a job spec, roster or manifest
 SPEC_MAX = 1024 * 1024  # a job spec: 1,000 arguments of 1 KiB
+TUNNEL_PIECE_MAX = 64 * 1024  # bytes to a service in one request
 BODY_MAX = 32 * 1024 * 1024  # a manifest of 100,000 files at ~300 B each
 
 _DOMAIN = b"gpulayer/env/v1\0"

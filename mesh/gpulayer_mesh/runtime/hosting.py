@@ -21,6 +21,7 @@ from typing import assert_never
 
 from gpulayer_mesh.core import hosted, job, retention, wire
 from gpulayer_mesh.core.jobspec import (
+    OVER,
     Failure,
     GoOrder,
     HostPhase,
@@ -54,7 +55,6 @@ TAIL_LINES = hosted.TAIL_LINES
 
 BEFORE_START = frozenset({HostPhase.RESERVED, HostPhase.STAGING, HostPhase.STAGED})
 ASK_S = 5.0  # between questions of a part that is over to the keeper
-OVER = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,14 +13,14 @@ from typing import Any
 
 from gpulayer_mesh.core import wire
 from gpulayer_mesh.core.jobspec import JobKind, ServiceState
+from gpulayer_mesh.core.ownfiles import SERVICE_STATE
 from gpulayer_mesh.core.types import Role
 from gpulayer_mesh.errors import NotFoundError, RemoteProtocolError, TransportError
 from gpulayer_mesh.runtime.door import DoorRequest, Route, Stream
 from gpulayer_mesh.runtime.hosting import JobHost
 from gpulayer_mesh.runtime.livejob import LiveJob
-from gpulayer_mesh.runtime.tunnels import PIECE_BYTES, Tunnels
+from gpulayer_mesh.runtime.tunnels import Tunnels
 
-STATE = ".gpulayer-service/state.json"  # in the output directory of its rank
 _STATE_MAX = 4096  # bytes of that file
 
 
@@ -30,7 +30,6 @@ class ServiceDoor:
     def __init__(self, host: JobHost) -> None:
         self._host = host
         self._tunnels = Tunnels()
-        self._job_of: dict[str, str] = {}  # tunnel -> job
 
     def routes(self) -> list[Route]:
         one, launcher = "/v1/jobs/{id}", Role.LAUNCHER
@@ -39,7 +38,7 @@ class ServiceDoor:
             Route("GET", one + "/service", self.state, launcher),
             Route("POST", one + "/tunnels", self.open, launcher),
             Route("GET", tunnel, self.read, launcher),
-            Route("PUT", tunnel, self.write, launcher, PIECE_BYTES),
+            Route("PUT", tunnel, self.write, launcher, wire.TUNNEL_PIECE_MAX),
         ]
 
     async def close(self) -> None:
@@ -56,16 +55,12 @@ class ServiceDoor:
         state = await self._state(one)
         if not state.port:
             raise TransportError(f"service {one.spec.name!r} has no port yet: {state.state}")
-        name = await self._tunnels.open(state.port)
-        # Those that have ended go, so that the table does not grow.
-        self._job_of = {name: one.spec.id} | {
-            other: job for other, job in self._job_of.items() if other in self._tunnels
-        }
-        return {"tunnel": name}
+        return {"tunnel": await self._tunnels.open(state.port, one.spec.id)}
 
     async def read(self, request: DoorRequest) -> Stream:
         """Stream what the service sends."""
-        return Stream(self._tunnels.read(self._tunnel(request)))
+        job = self._service(request).spec.id
+        return Stream(self._tunnels.read(request.params["tunnel"], job))
 
     async def write(self, request: DoorRequest) -> None:
         """Send bytes to the service."""
@@ -73,19 +68,14 @@ class ServiceDoor:
         if not (at.isascii() and at.isdigit() and len(at) < 19):
             raise RemoteProtocolError(f"at={at[:32]!r} is no offset")
         end = request.query.get("end") == "1"
-        await self._tunnels.write(self._tunnel(request), int(at), request.body, end=end)
+        job, name = self._service(request).spec.id, request.params["tunnel"]
+        await self._tunnels.write(name, job, int(at), request.body, end=end)
 
     def _service(self, request: DoorRequest) -> LiveJob:
         one = self._host.jobs.get(request.params["id"])
         if one is None or one.spec.kind is not JobKind.SERVICE or one.ended:
             raise NotFoundError(f"no service {request.params['id'][:16]!r} runs here")
         return one
-
-    def _tunnel(self, request: DoorRequest) -> str:
-        name = request.params["tunnel"]
-        if self._job_of.get(name) != self._service(request).spec.id:
-            raise NotFoundError("the tunnel has ended")
-        return name
 
     async def _state(self, one: LiveJob) -> ServiceState:
         try:
@@ -94,7 +84,7 @@ class ServiceDoor:
             return ServiceState("starting")
 
     def _read_state(self, one: LiveJob) -> ServiceState:
-        descriptor = self._host.site.store.open_output(one.path, "out", 0, STATE)
+        descriptor = self._host.site.store.open_output(one.path, "out", 0, SERVICE_STATE)
         with os.fdopen(descriptor, "rb") as file:
             data = file.read(_STATE_MAX)
         try:

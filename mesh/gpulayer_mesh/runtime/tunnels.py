@@ -19,13 +19,15 @@ TUNNELS_MAX = 128  # file descriptors: each holds two
 CONNECT_S = 5.0
 READ_S = 10.0  # an opened tunnel that nobody reads is closed
 WRITE_S = 30.0  # a service that takes nothing for so long has lost the connection
-PIECE_BYTES = 64 * 1024
+PIECE_BYTES = 64 * 1024  # read from a service at once
 
 
 @dataclass(slots=True)
 class _Tunnel:
+    owner: str
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    unread: asyncio.TimerHandle  # closes it, until somebody reads
     read: bool = False  # whether somebody reads, or has
     taken: int = 0  # bytes that went to the service
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -36,14 +38,16 @@ class Tunnels:
 
     def __init__(self) -> None:
         self._open: dict[str, _Tunnel] = {}
-        self._timers: set[asyncio.TimerHandle] = set()
 
     def __contains__(self, name: str) -> bool:
         """Whether a tunnel is open."""
         return name in self._open
 
-    async def open(self, port: int) -> str:
+    async def open(self, port: int, owner: str) -> str:
         """Connect to a port of loopback; returns the tunnel's name.
+
+        Args:
+            owner: who asks for the tunnel by this name later must name it, too.
 
         Raises:
             TransportError: nothing listens there, or too many tunnels are open.
@@ -56,23 +60,17 @@ class Tunnels:
         except (OSError, TimeoutError) as error:
             raise TransportError(f"nothing answers on port {port}") from error
         name = secrets.token_hex(16)
-        self._open[name] = tunnel = _Tunnel(reader, writer)
-
-        def unread() -> None:
-            self._timers.discard(timer)
-            if not tunnel.read:
-                self._close(name)
-
-        timer = asyncio.get_running_loop().call_later(READ_S, unread)
-        self._timers.add(timer)
+        unread = asyncio.get_running_loop().call_later(READ_S, self._close, name)
+        self._open[name] = _Tunnel(owner, reader, writer, unread)
         return name
 
-    async def read(self, name: str) -> AsyncIterator[bytes]:
+    async def read(self, name: str, owner: str) -> AsyncIterator[bytes]:
         """Yield what the service sends; the tunnel ends with it."""
-        tunnel = self._find(name)
+        tunnel = self._find(name, owner)
         if tunnel.read:
             raise RemoteProtocolError("this tunnel is read already")
         tunnel.read = True
+        tunnel.unread.cancel()
         try:
             with contextlib.suppress(ConnectionError):
                 while data := await tunnel.reader.read(PIECE_BYTES):
@@ -80,7 +78,7 @@ class Tunnels:
         finally:
             self._close(name)
 
-    async def write(self, name: str, at: int, data: bytes, *, end: bool) -> None:
+    async def write(self, name: str, owner: str, at: int, data: bytes, *, end: bool) -> None:
         """Send bytes to the service.
 
         Args:
@@ -91,7 +89,7 @@ class Tunnels:
             NotFoundError: the tunnel has ended. RemoteProtocolError: a piece is missing before.
             TransportError: the service takes nothing.
         """
-        tunnel = self._find(name)
+        tunnel = self._find(name, owner)
         async with tunnel.turn:
             if at > tunnel.taken:
                 raise RemoteProtocolError(f"bytes {tunnel.taken} to {at} of the tunnel are missing")
@@ -109,8 +107,6 @@ class Tunnels:
 
     async def close(self) -> None:
         """Close all."""
-        for timer in self._timers:
-            timer.cancel()
         writers = [tunnel.writer for tunnel in self._open.values()]
         for name in list(self._open):
             self._close(name)
@@ -119,12 +115,14 @@ class Tunnels:
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
-    def _find(self, name: str) -> _Tunnel:
-        if name not in self._open:
+    def _find(self, name: str, owner: str) -> _Tunnel:
+        tunnel = self._open.get(name)
+        if tunnel is None or tunnel.owner != owner:
             raise NotFoundError("the tunnel has ended")
-        return self._open[name]
+        return tunnel
 
     def _close(self, name: str) -> None:
         tunnel = self._open.pop(name, None)
         if tunnel is not None:
+            tunnel.unread.cancel()
             tunnel.writer.close()

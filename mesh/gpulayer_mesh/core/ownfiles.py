@@ -1,0 +1,11 @@
+"""Names of the files that we put among a job's own, in the output directory of a rank.
+
+They come home with the others and are not listed. Imports nothing, so that a rank can read them
+without the rest.
+"""
+
+from __future__ import annotations
+
+FOLDER = ".gpulayer-result"
+FUNCTION_RESULT = f"{FOLDER}/value"  # what a submitted function returned
+SERVICE_STATE = f"{FOLDER}/service.json"  # what became of a service's process
