@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from lan import Lan
 from meshes import LanMesh, until
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(240)]
@@ -78,13 +77,6 @@ if __name__ == "__main__":
         raise AssertionError("it went on")
     print(json.dumps([job.id for job in jobs]))
 """
-
-
-@pytest.fixture(scope="module")
-def mesh(lan: Lan) -> LanMesh:
-    mesh = LanMesh(lan)
-    mesh.form()
-    return mesh
 
 
 @pytest.fixture

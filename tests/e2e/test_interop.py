@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from lan import Lan
 from meshes import LanMesh
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(240)]
@@ -89,13 +88,6 @@ tell(rank=torch.distributed.get_rank(), world=torch.distributed.get_world_size()
      weight=[p.tolist() for p in model.parameters()])
 torch.distributed.destroy_process_group()
 """
-
-
-@pytest.fixture(scope="module")
-def mesh(lan: Lan) -> LanMesh:
-    mesh = LanMesh(lan)
-    mesh.form()
-    return mesh
 
 
 @pytest.mark.parametrize(

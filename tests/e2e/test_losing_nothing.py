@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from lan import Host, Lan, Process
+from lan import Host, Process
 from meshes import AGENT, GPULAYER, LanMesh, until
 
 from gpulayer.launcher import SAME_PRESS_S
@@ -73,15 +73,6 @@ dist.init_process_group("gloo")
 """
 
 DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up'); time.sleep(600)"
-
-
-@pytest.fixture(scope="module")
-def mesh(lan: Lan) -> Iterator[LanMesh]:
-    mesh = LanMesh(lan)
-    mesh.form()
-    yield mesh
-    for box in mesh.boxes:
-        print(mesh.agents[box.name].output()[-4000:])
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from lan import Lan
 from meshes import LanMesh, until
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(240)]
@@ -45,13 +44,6 @@ back = urllib.request.urlopen(base + "/", data=data, timeout=60).read()
 assert back == data[::-1]
 print("equal")
 """
-
-
-@pytest.fixture(scope="module")
-def mesh(lan: Lan) -> LanMesh:
-    mesh = LanMesh(lan)
-    mesh.form()
-    return mesh
 
 
 def listed(mesh: LanMesh) -> list[dict[str, object]]:

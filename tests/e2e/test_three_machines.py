@@ -11,12 +11,10 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from lan import Lan
 from meshes import GPULAYER, LanMesh, until
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(300)]
@@ -140,15 +138,6 @@ ARGV = [
     "{a,b}",
     "*",
 ]
-
-
-@pytest.fixture(scope="module")
-def mesh(lan: Lan) -> Iterator[LanMesh]:
-    mesh = LanMesh(lan)
-    mesh.form()
-    yield mesh
-    for box in mesh.boxes:
-        print(mesh.agents[box.name].output()[-4000:])
 
 
 def script(mesh: LanMesh, name: str, text: str) -> Path:

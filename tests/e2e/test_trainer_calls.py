@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lan import Lan
 from meshes import LanMesh
 
 pytestmark = [pytest.mark.lan, pytest.mark.timeout(300)]
@@ -82,13 +81,6 @@ if not model.trainer.is_global_zero:
 with open(f"told{NODES}.json", "w") as file:
     json.dump(told, file)
 """
-
-
-@pytest.fixture(scope="module")
-def mesh(lan: Lan) -> LanMesh:
-    mesh = LanMesh(lan)
-    mesh.form()
-    return mesh
 
 
 def flat(value: Any) -> list[float]:

@@ -17,7 +17,15 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from gpulayer.pytorch import Callback, Module, Trainer
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+# What Lightning has to say, and our word for one of the same things.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
+    pytest.mark.filterwarnings("ignore:Your `\\w+_dataloader`'s sampler has shuffling enabled"),
+    pytest.mark.filterwarnings("ignore:there is no validation loader"),
+]
+
+
 QUIET = {
     "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False,
     "enable_progress_bar": False,

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from gpulayer.pytorch import Callback, Module, Trainer, stopping
 from gpulayer.pytorch.model_checkpoint import ModelCheckpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+# A fit that goes on has a log directory of its own.
+pytestmark = pytest.mark.filterwarnings("ignore:dirpath was")
 
 
 class Net(Module):
@@ -174,7 +175,7 @@ def test_another_signal_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
             raise AssertionError("went on")
 
     with pytest.raises(KeyboardInterrupt):
-        trainer(tmp_path).fit(Twice(), loader())
+        trainer(tmp_path).fit(Twice(), loader(), loader())
 
 
 def test_handler_of_the_script_stays(tmp_path: Path) -> None:
