@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -25,6 +26,11 @@ LOG_TAIL_LINES = 40  # of each program on a LAN, shown when its test fails
 
 MakeLan = Callable[..., Lan]
 _open_lans: list[Lan] = []
+
+
+def pytest_configure() -> None:
+    # Programs inherit what is ignored: under nohup none of ours would notice a closed terminal.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -17,6 +17,8 @@ from gpulayer_mesh.core.types import Accelerator, Address, Name, NodeId, Port, S
 JobId = Annotated[str, Meta(pattern="^[0-9a-hjkmnp-tv-z]{10}$")]
 JOB_ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 JOB_ID_CHARS = 10
+RESTARTS_MAX = 20
+VOTERS_MAX = 1026  # every slot, and two more where there is but one
 OUTPUTS_MAX = 100_000  # files listed per node; a list of them is 20 MB on the wire
 STAYED_MAX = 100  # named per node; nobody reads on, and the rest is counted
 EnvMap = dict[
@@ -38,6 +40,7 @@ class JobState(StrEnum):
     PLACING = "placing"
     STARTING = "starting"
     RUNNING = "running"
+    RESTARTING = "restarting"  # this attempt has failed, the next one is being started
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -92,6 +95,13 @@ class JobSpec:
     # How often the launcher had tried to reserve before: where a job waits, slots change between
     # tries, and a node must know which of two is the newer one.
     attempt: Annotated[int, Meta(ge=0, le=2**31)] = 0
+    target: Annotated[tuple[Text, ...], Meta(max_length=1024)] = ()  # as asked for; for a restart
+    # How often the whole group is started again after a failure; see `restarts`.
+    restarts: Annotated[int, Meta(ge=0, le=RESTARTS_MAX)] = 0
+    restart: Annotated[int, Meta(ge=0, le=RESTARTS_MAX)] = 0  # which of them this attempt is
+    origin: Annotated[str, Meta(max_length=JOB_ID_CHARS)] = ""  # the first attempt, "" for it
+    # The nodes of which most must agree to the next attempt: those of the slots first.
+    voters: Annotated[tuple[NodeId, ...], Meta(max_length=VOTERS_MAX)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +174,7 @@ class JobRecord:
     cause: str = ""  # of a cancel: "stopped by laptop"
     age_s: float = 0.0  # since go, by the keeper's monotonic clock
     ended_age_s: float | None = None
+    successor: Annotated[str, Meta(max_length=JOB_ID_CHARS)] = ""  # the attempt that followed
 
 
 @dataclass(frozen=True, slots=True)

@@ -367,9 +367,10 @@ def _named(grants: Sequence[Grant]) -> str:
     return ", ".join(map(str, grants[:_HOLDERS])) + more
 
 
-def _versions(fit: _Fit) -> tuple[str, str]:
-    torch = fit.caps.torch.version if fit.caps.torch is not None else "none"
-    return _minor(torch), _minor(fit.caps.python)
+def versions(caps: Capabilities) -> tuple[str, str]:
+    """Return the minor versions of torch and Python, which the nodes of a job share."""
+    torch = caps.torch.version if caps.torch is not None else "none"
+    return _minor(torch), _minor(caps.python)
 
 
 def _minor(version: str) -> str:
@@ -382,9 +383,9 @@ def _agreeing(attempt: _Attempt, request: Request) -> _Attempt:
         return attempt
     groups: dict[tuple[str, str], tuple[list[_Fit], list[_Fit]]] = defaultdict(lambda: ([], []))
     for fit in attempt.fits:
-        groups[_versions(fit)][0].append(fit)
+        groups[versions(fit.caps)][0].append(fit)
     for fit in attempt.later:
-        groups[_versions(fit)][1].append(fit)
+        groups[versions(fit.caps)][1].append(fit)
     if len(groups) < 2:
         return attempt
 
@@ -403,7 +404,7 @@ def _agreeing(attempt: _Attempt, request: Request) -> _Attempt:
         Refusal(
             fit.member.name,
             "torch {} and Python {}, the others have torch {} and Python {}".format(
-                *_versions(fit), *best
+                *versions(fit.caps), *best
             ),
             True,
         )

@@ -114,6 +114,10 @@ def rank_environment(
         # One instant for all ranks, so folders named by time agree; wall clock of the submitter.
         "GPULAYER_STARTED": f"{spec.submitted_at:.3f}",
     }
+    if spec.restarts:
+        env["GPULAYER_RESTART"] = str(spec.restart)
+    if spec.restart:
+        env["GPULAYER_RESTORED"] = f"{host.job_dir}/restored"
     if spec.call is not None:
         env["GPULAYER_CALL"] = str(spec.call)
     return env
@@ -134,8 +138,8 @@ def _torchrun(spec: JobSpec, slot_index: int, local_rank: int, order: GoOrder) -
         "ROLE_WORLD_SIZE": world,
         "MASTER_ADDR": order.master_addr,
         "MASTER_PORT": str(order.master_port),
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RESTART_COUNT": str(spec.restart),
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.restarts),
         "TORCHELASTIC_RUN_ID": spec.id,
         # Our agents host no store: with "True" every rank would be a client and wait for ever
         # (pytorch/pytorch#191989).

@@ -1,0 +1,184 @@
+"""Restarts: who may start a job's next attempt, what that attempt is, and where it goes.
+
+Rules. An attempt is a job of its own: same program, source, shape and submitter, other nodes where
+some are lost, the next number. Its id follows from the first attempt's and its number. It is signed
+by a voter of the attempt before it, and only started once most of those voters have agreed: each
+agrees to one, once and for ever, so two that think themselves alone cannot both start it. Voters
+are the nodes of the job, and where these are fewer than three, others that watch it. An attempt
+takes the processes of a lost node to another one, and leaves the others where they were.
+
+Signatures form a chain: the submitter signs the first attempt, a voter each further `Change`.
+This module does not know how nodes are asked, or what an attempt finds of the one before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from msgspec import Meta
+
+from gpulayer_mesh.core import placement
+from gpulayer_mesh.core.jobspec import (
+    JOB_ID_ALPHABET,
+    JOB_ID_CHARS,
+    RESTARTS_MAX,
+    VOTERS_MAX,
+    JobKind,
+    JobSpec,
+    Slot,
+)
+from gpulayer_mesh.core.types import NodeId, NodeState, Role, Snapshot
+from gpulayer_mesh.errors import PlacementError, RemoteProtocolError
+
+VOTERS_MIN = 3  # of two, none may act once the other is lost
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What an attempt changes of the one before it; signed (envelope kind "restart")."""
+
+    restart: Annotated[int, Meta(ge=1, le=RESTARTS_MAX)]
+    slots: Annotated[tuple[Slot, ...], Meta(min_length=1, max_length=1024)]
+    voters: Annotated[tuple[NodeId, ...], Meta(min_length=1, max_length=VOTERS_MAX)]
+
+
+def attempt_id(origin: str, restart: int) -> str:
+    """Return the job id of an attempt; the first one's is the origin."""
+    if restart == 0:
+        return origin
+    digest = hashlib.sha256(f"{origin} {restart}".encode()).digest()
+    return "".join(JOB_ID_ALPHABET[byte % 32] for byte in digest[:JOB_ID_CHARS])
+
+
+def origin_of(spec: JobSpec) -> str:
+    """Return the id of a job's first attempt."""
+    return spec.origin or spec.id
+
+
+def next_spec(previous: JobSpec, change: Change) -> JobSpec:
+    """Return the attempt that a change makes of the one before."""
+    origin = origin_of(previous)
+    return replace(
+        previous,
+        id=attempt_id(origin, change.restart),
+        origin=origin,
+        restart=change.restart,
+        slots=change.slots,
+        voters=change.voters,
+        attempt=0,
+    )
+
+
+def check(previous: JobSpec, change: Change, signer: NodeId) -> None:
+    """Raise unless a change may follow an attempt.
+
+    Raises:
+        RemoteProtocolError: signed by no voter, not the next one, one too many, or another shape.
+    """
+    if signer not in previous.voters:
+        raise RemoteProtocolError("a restart was signed by a node that may not")
+    if change.restart != previous.restart + 1 or change.restart > previous.restarts:
+        raise RemoteProtocolError(f"restart {change.restart} does not follow {previous.restart}")
+    if shape(change.slots) != shape(previous.slots):
+        raise RemoteProtocolError("a restart has another number of processes")
+    if change.voters[: len(change.slots)] != tuple(slot.node for slot in change.slots):
+        raise RemoteProtocolError("the nodes of a restart are not its voters")
+
+
+def shape(slots: Sequence[Slot]) -> list[tuple[int, int]]:
+    """Return processes and devices of each slot, which no restart changes."""
+    return [(slot.processes, len(slot.devices)) for slot in slots]
+
+
+def majority(voters: Collection[NodeId]) -> int:
+    """Return how many voters must agree."""
+    return len(voters) // 2 + 1
+
+
+def choose_voters(
+    slots: Sequence[Slot], snapshot: Snapshot, avoid: Collection[NodeId] = ()
+) -> tuple[NodeId, ...]:
+    """Return the nodes of the slots, and others where these are too few to lose one.
+
+    Args:
+        avoid: nodes that did not answer.
+    """
+    voters = [slot.node for slot in slots]
+    zones = {member.zone for member in snapshot.members if member.node in voters}
+    others = sorted(
+        (
+            member
+            for member in snapshot.members
+            if member.node not in voters
+            and member.node not in avoid
+            and member.state is NodeState.ALIVE
+            and Role.WORKER in member.roles
+        ),
+        key=lambda member: (member.zone not in zones, len(member.grants), member.name, member.node),
+    )
+    voters += [member.node for member in others[: max(0, VOTERS_MIN - len(voters))]]
+    return tuple(voters)
+
+
+def replan(
+    previous: JobSpec, snapshot: Snapshot, avoid: Collection[NodeId] = ()
+) -> tuple[Slot, ...]:
+    """Choose the nodes of the next attempt: the same where they can, others for those lost.
+
+    Args:
+        avoid: nodes that did not answer, whatever the snapshot says.
+
+    Raises:
+        PlacementBusyError: not now.
+        PlacementError: nothing can take the place of a lost node.
+    """
+    found: dict[int, Slot] = {}
+    for index, slot in enumerate(previous.slots):
+        if slot.node in avoid:
+            continue
+        try:
+            found[index] = _place(previous, slot, (slot.node,), snapshot)[0]
+        except PlacementError:  # its place may be taken by another node
+            continue
+    lost = [index for index in range(len(previous.slots)) if index not in found]
+    # The most demanding first: what only one node can take must not be given to another.
+    lost.sort(key=lambda index: -previous.slots[index].processes)
+    staying = frozenset(slot.node for slot in found.values())
+    for index in lost:
+        taken = {*(slot.node for slot in found.values()), *avoid}
+        taken |= _differing(snapshot, staying)
+        never = tuple(f"!{node}" for node in sorted(taken) if snapshot_has(snapshot, node))
+        target = (*previous.target, *never)
+        found[index] = _place(previous, previous.slots[index], target, snapshot)[0]
+    return tuple(found[index] for index in range(len(previous.slots)))
+
+
+def snapshot_has(snapshot: Snapshot, node: NodeId) -> bool:
+    return any(member.node == node for member in snapshot.members)
+
+
+def _place(
+    spec: JobSpec, slot: Slot, target: tuple[str, ...], snapshot: Snapshot
+) -> tuple[Slot, ...]:
+    request = placement.Request(
+        nodes=1,
+        devices=slot.processes,
+        accelerator=spec.accelerator,
+        target=target or "auto",
+        torch=spec.kind is JobKind.DISTRIBUTED,
+    )
+    return placement.plan(request, snapshot).slots
+
+
+def _differing(snapshot: Snapshot, staying: Collection[NodeId]) -> set[NodeId]:
+    """Return the nodes whose torch or Python differ from those that stay."""
+    versions = {
+        member.node: placement.versions(member.caps)
+        for member in snapshot.members
+        if member.caps is not None
+    }
+    wanted = {versions[node] for node in staying if node in versions}
+    return {node for node, found in versions.items() if wanted and found not in wanted}
