@@ -1,13 +1,13 @@
-"""From a request to a result: plan, reserve, stage, pre-flight, go, follow, collect.
+"""From a request to a result: pack, plan, wait for a turn, start, follow, collect.
 
-Until `go` this process coordinates; afterwards rank 0's agent keeps the job and this process only
-watches. It does not know what a script does, nor how placement or an agent decides.
+Until the job has started this process coordinates; afterwards rank 0's agent keeps the job and this
+process only watches. It does not know what a script does, how placement or an agent decides, nor
+what brings a planned job to its start (`gpulayer_mesh.starting`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets as random_bytes
 import signal
@@ -23,8 +23,6 @@ from gpulayer_mesh.core.jobspec import (
     JOB_ID_ALPHABET,
     JOB_ID_CHARS,
     Failure,
-    GoOrder,
-    HostAddress,
     JobKind,
     JobRecord,
     JobSpec,
@@ -36,11 +34,7 @@ from gpulayer_mesh.errors import (
     BundleError,
     ConfigError,
     ExitCode,
-    GpuLayerError,
     NotAllowedError,
-    PlacementError,
-    Refusal,
-    TransportError,
 )
 
 from gpulayer import env
@@ -52,12 +46,6 @@ if TYPE_CHECKING:
     from gpulayer.bundle import Bundle, Scan
     from gpulayer.ui import Ui
 
-RPC_S = 10.0  # one answer from a healthy agent takes milliseconds; a swapping one, seconds
-PREFLIGHT_S = 15.0  # 2 s for the dials, the rest for `find_spec` on a cold disk
-STAGE_FLOOR_BYTES_S = 500_000  # slowest link worth training over; a deadline, not a promise
-STAGE_S = 60.0  # on top of the transfer: unpacking 100,000 files
-UPLOADS = 4  # parallel chunk uploads: fills a 1 Gbit/s link through one TLS core
-RENEW_S = 10.0  # between renewals of the reservations, which end after 30 s of silence
 WAIT_MAX_S = 10_000_000  # 115 days; whoever means longer means None
 SAME_PRESS_S = 0.3  # signals closer than this are one wish; nobody presses Ctrl-C twice so fast
 _NO_SCRIPT = "there is no script to run on the other machines: this is a notebook, REPL or -c"
@@ -350,6 +338,7 @@ async def _place(
 
     Returns None for a dry run.
     """
+    from gpulayer_mesh import starting
     from gpulayer_mesh.core import placement
 
     from gpulayer.waiting import Applicant, in_turn
@@ -387,23 +376,24 @@ async def _place(
 
     held: JobSpec | None = None
 
-    async def reserve(plan: Plan, attempt: int) -> JobSpec:
+    async def reserve(plan: Plan, attempt: int) -> tuple[JobSpec, bytes]:
         nonlocal held
         show(plan)
         spec = _spec(client, request, packed, plan, who.job, attempt)
-        await _reserve(client, spec)
+        signed = client.sign_spec(spec)
+        await starting.reserve(client, spec, signed)
         held = spec
-        return spec
+        return spec, signed
 
     try:
-        spec = await in_turn(
+        spec, signed = await in_turn(
             client, wanted, who, wait_s=request.wait_s, reserve=reserve, say=ui.note
         )
     except BaseException:
         if held is not None:  # Ctrl-C between the reservation and the start
-            await asyncio.shield(_release(client, held, going=False))
+            await asyncio.shield(starting.release(client, held, going=False))
         raise
-    return await _start(client, request, packed, spec)
+    return await starting.start(client, spec, signed, packed.bundle, request.secrets)
 
 
 def _elsewhere(request: JobRequest) -> tuple[str, ...]:
@@ -411,59 +401,6 @@ def _elsewhere(request: JobRequest) -> tuple[str, ...]:
         where = f"the job runs in the folder of the script, {request.root.name}/, and only that"
         return (f"{where} is shipped: relative paths mean files there",)
     return ()
-
-
-async def _reserve(client: MeshClient, spec: JobSpec) -> None:
-    """Reserve all of a plan, or give back what was granted and raise."""
-    body = {"spec": client.sign_spec(spec)}
-    path = f"/v1/jobs/{spec.id}/reserve"
-    try:
-        # All are waited for: a call that is cut short may still be granted after its release.
-        answers = await asyncio.gather(
-            *(client.call(slot.node, "POST", path, body) for slot in spec.slots),
-            return_exceptions=True,
-        )
-        if errors := [answer for answer in answers if isinstance(answer, BaseException)]:
-            raise first_error(BaseExceptionGroup("reserve", errors))
-    except BaseException:
-        await asyncio.shield(_release(client, spec, going=False))
-        raise
-
-
-async def _start(
-    client: MeshClient, request: JobRequest, packed: _Packed, spec: JobSpec
-) -> JobRecord:
-    """Bring a job that holds its reservations to its start."""
-    path = f"/v1/jobs/{spec.id}/go"
-    going = False
-    try:
-        renewing = asyncio.create_task(_renew(client, spec))
-        try:
-            await _stage(client, spec, packed.bundle)
-            order = await _preflight(client, spec, request.secrets)
-        finally:
-            renewing.cancel()
-        going = True
-        record = await client.call(spec.slots[0].node, "POST", path, order, deadline_s=RPC_S)
-        return client.decode_record(record)
-    except BaseException:
-        # whatever broke, Ctrl-C included: no node keeps a lease for a job that will not start
-        await asyncio.shield(_release(client, spec, going=going))
-        raise
-
-
-async def _renew(client: MeshClient, spec: JobSpec) -> None:
-    """Keep the reservations of nodes that are ready while a slow one still receives the source."""
-    body = {"spec": client.sign_spec(spec)}
-    path = f"/v1/jobs/{spec.id}/reserve"
-
-    async def one(node: str) -> None:
-        await client.call(node, "POST", path, body, deadline_s=RENEW_S)
-
-    while True:
-        await asyncio.sleep(RENEW_S)
-        # One that does not answer shows in what is being done with it.
-        await asyncio.gather(*(one(slot.node) for slot in spec.slots), return_exceptions=True)
 
 
 def _table_name(request: JobRequest) -> str:
@@ -494,206 +431,6 @@ def _spec(
         call=request.call,
         attempt=attempt,
     )
-
-
-async def _on_all(spec: JobSpec, call: Callable[[int], Any]) -> list[Any]:
-    """Run one call per slot at once; the first error ends the others and is raised plainly."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call(i)) for i in range(len(spec.slots))]
-    except BaseExceptionGroup as many:
-        raise first_error(many) from None
-    return [task.result() for task in tasks]
-
-
-def first_error(many: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the error that caused a group to end: ours before anything that followed from it."""
-    flat: list[BaseException] = []
-    stack: list[BaseException] = [many]
-    while stack:
-        error = stack.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            stack[:0] = error.exceptions
-        else:
-            flat.append(error)
-    ours = [e for e in flat if isinstance(e, GpuLayerError)]
-    known = [e for e in ours if not isinstance(e, TransportError)]
-    return (known or ours or flat)[0]
-
-
-async def _release(client: MeshClient, spec: JobSpec, *, going: bool) -> None:
-    """Give the reservations back.
-
-    Args:
-        going: the keeper may have the order to go, after which a release means nothing.
-    """
-    if going:
-        with contextlib.suppress(GpuLayerError):
-            order = {"grace_s": 0.0, "kill": True}
-            path = f"/v1/jobs/{spec.id}/stop"
-            await client.call(spec.slots[0].node, "POST", path, order, deadline_s=3.0)
-
-    async def one(node: str) -> None:
-        path, order = f"/v1/jobs/{spec.id}/release", {"attempt": spec.attempt}
-        await client.call(node, "POST", path, order, deadline_s=3.0)
-
-    await asyncio.gather(*(one(slot.node) for slot in spec.slots), return_exceptions=True)
-
-
-async def _stage(client: MeshClient, spec: JobSpec, bundle: Bundle) -> None:
-    """Bring the bundle to every node with about one upload in total.
-
-    Each chunk that nobody has is uploaded to one node, dealt out in turn; the nodes fetch the rest
-    from each other while the uploads still run.
-    """
-    nodes = [slot.node for slot in spec.slots]
-    path = f"/v1/jobs/{spec.id}"
-    answers = await _on_all(
-        spec,
-        lambda i: client.call(
-            nodes[i], "POST", f"{path}/manifest", raw=bundle.manifest_bytes, deadline_s=60.0
-        ),
-    )
-    missing = [frozenset(answer["missing"]) for answer in answers]
-    owners, uploads = deal_chunks(bundle.chunks, missing)
-    order = {
-        "sources": [HostAddress(node, client.addresses(node)) for node in nodes],
-        "owners": owners,
-    }
-    limit_s = STAGE_S + spec.bundle_bytes / STAGE_FLOOR_BYTES_S
-    gate = asyncio.Semaphore(UPLOADS)
-
-    async def upload(chunk: bytes, owner: int) -> None:
-        async with gate:
-            data = await asyncio.to_thread(bundle.read_chunk, chunk)
-            await client.call(
-                nodes[owner],
-                "PUT",
-                f"/v1/chunks/{chunk.hex()}?job={spec.id}",
-                raw=data,
-                deadline_s=60.0,
-            )
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            for node in nodes:
-                group.create_task(
-                    client.call(node, "POST", f"{path}/stage", order, deadline_s=limit_s)
-                )
-            for chunk, owner in uploads:
-                group.create_task(upload(chunk, owner))
-    except BaseExceptionGroup as many:
-        raise first_error(many) from None
-
-
-def deal_chunks(
-    chunks: Sequence[bytes], missing: Sequence[frozenset[bytes]]
-) -> tuple[list[int], list[tuple[bytes, int]]]:
-    """Decide who holds each chunk first: a node that has it already, else each in turn.
-
-    Returns the owner's slot index per chunk, and the uploads (chunk, owner) that are needed.
-    """
-    owners: list[int] = []
-    uploads: list[tuple[bytes, int]] = []
-    for number, chunk in enumerate(chunks):
-        holders = [i for i, lacking in enumerate(missing) if chunk not in lacking]
-        if holders:
-            owners.append(holders[number % len(holders)])
-        else:
-            owner = len(uploads) % len(missing)
-            owners.append(owner)
-            uploads.append((chunk, owner))
-    return owners, uploads
-
-
-async def _preflight(client: MeshClient, spec: JobSpec, secrets: Mapping[str, str]) -> GoOrder:
-    """Prove before the start that imports resolve and that every pair of nodes can connect.
-
-    Raises:
-        PlacementError: names each node and what is wrong with it.
-    """
-    nodes = [slot.node for slot in spec.slots]
-    names = [slot.name for slot in spec.slots]
-    path = f"/v1/jobs/{spec.id}/preflight"
-    opened = await _on_all(
-        spec,
-        lambda i: client.call(nodes[i], "POST", f"{path}/open", {}, deadline_s=PREFLIGHT_S),
-    )
-    lacking = [
-        Refusal(name, "cannot import " + ", ".join(answer["missing"]), for_ever=True)
-        for name, answer in zip(names, opened, strict=True)
-        if answer["missing"]
-    ]
-    if lacking:
-        raise PlacementError(
-            f"{spec.name} imports packages that are not installed on every node",
-            refusals=tuple(lacking),
-            hint="pip install them into the environment of gpulayer-agent on those machines",
-        )
-    if len(nodes) == 1:
-        port = await client.call(
-            nodes[0], "POST", f"/v1/jobs/{spec.id}/port", {"host": "127.0.0.1"}
-        )
-        return GoOrder("127.0.0.1", port["port"], ("127.0.0.1",), dict(secrets))
-    targets = [
-        {
-            "node": node,
-            "hosts": [address.host for address in client.addresses(node)],
-            "port": answer["port"],
-            "nonce": answer["nonce"],
-        }
-        for node, answer in zip(nodes, opened, strict=True)
-    ]
-    found = await _on_all(
-        spec,
-        lambda i: client.call(
-            nodes[i],
-            "POST",
-            f"{path}/check",
-            {"targets": [t for j, t in enumerate(targets) if j != i]},
-            deadline_s=PREFLIGHT_S,
-        ),
-    )
-    reached = {(i, answer["node"]): answer for i, answers in enumerate(found) for answer in answers}
-    hosts, problems = common_hosts(nodes, names, reached)
-    if problems:
-        raise PlacementError(
-            "the nodes cannot all reach each other",
-            refusals=tuple(problems),
-            hint="open TCP ports 1024-65535 between these machines, both ways; gloo and nccl "
-            "connect on ephemeral ports",
-        )
-    port = await client.call(nodes[0], "POST", f"/v1/jobs/{spec.id}/port", {"host": hosts[0]})
-    return GoOrder(hosts[0], port["port"], tuple(hosts), dict(secrets))
-
-
-def common_hosts(
-    nodes: Sequence[str], names: Sequence[str], reached: Mapping[tuple[int, str], Mapping[str, Any]]
-) -> tuple[list[str], list[Refusal]]:
-    """Choose for each node one address that every other node reached.
-
-    `reached[i, node]` is what slot i found out about `node`: `hosts` that answered, or `error`.
-    """
-    hosts: list[str] = []
-    problems: list[Refusal] = []
-    for j, node in enumerate(nodes):
-        common: list[str] | None = None
-        for i in range(len(nodes)):
-            if i == j:
-                continue
-            answer = reached.get((i, node), {"hosts": [], "error": "no answer"})
-            if not answer["hosts"]:
-                problems.append(
-                    Refusal(names[i], f"cannot connect to {names[j]}: {answer['error']}", False)
-                )
-                continue
-            seen = list(answer["hosts"])
-            common = seen if common is None else [host for host in common if host in seen]
-        if common:
-            hosts.append(common[0])
-        elif common is not None:
-            problems.append(Refusal(names[j], "has no address that all others can reach", False))
-    return hosts, problems
 
 
 class Interrupts:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gpulayer_mesh.core import wire
 from gpulayer_mesh.core.jobspec import OVER, JobKind, JobRecord, JobState, ServiceState
 from gpulayer_mesh.errors import ConfigError, GpuLayerError, NotFoundError
+from gpulayer_mesh.starting import first_error
 
 from gpulayer import serving
 
@@ -204,8 +205,6 @@ class Tunnel:
         task.add_done_callback(self._tasks.discard)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        from gpulayer.launcher import first_error
-
         try:
             async with self._gate:
                 opened = await self._client.call(self._node, "POST", self._base, {})

@@ -1,4 +1,4 @@
-"""The launcher's own decisions: which script, who gets which chunk, which address, which error."""
+"""The launcher's own decisions: which script, which requests, what is shipped, which signal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from gpulayer_mesh.client import MeshClient
 from gpulayer_mesh.core.jobspec import JOB_ID_CHARS, JobKind
-from gpulayer_mesh.errors import BundleError, ConfigError, NotAllowedError, TransportError
+from gpulayer_mesh.errors import BundleError, ConfigError
 
 from gpulayer import launcher, localjob
 
@@ -183,51 +183,6 @@ def test_interrupt_before_the_start_says_that_no_job_runs(
     assert capsys.readouterr().err == "gpulayer: interrupted before the start: no job runs\n"
 
 
-@pytest.mark.parametrize("going", [False, True])
-async def test_job_given_up_is_released_and_stopped_if_it_may_run(going: bool) -> None:
-    called: list[str] = []
-
-    async def call(node: str, method: str, path: str, *_: object, **__: object) -> None:
-        called.append(f"{node} {path.rpartition('/')[2]}")
-        raise TransportError("silent")
-
-    slots = [SimpleNamespace(node="a"), SimpleNamespace(node="b")]
-    spec = SimpleNamespace(id="x", slots=slots, attempt=0)
-    await launcher._release(SimpleNamespace(call=call), spec, going=going)  # type: ignore[arg-type]
-    assert called == (["a stop"] if going else []) + ["a release", "b release"]
-
-
-async def test_nodes_that_are_ready_are_held_while_a_slow_one_is_staged(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A reservation ends after 30 s without a word, and a slow link may need minutes."""
-    monkeypatch.setattr(launcher, "RENEW_S", 0.01)
-    reserved = {"a": 0, "b": 0}
-    enough = asyncio.Event()
-
-    async def call(node: str, method: str, path: str, *_: object, **__: object) -> None:
-        if path.endswith("/reserve"):
-            reserved[node] += 1
-            if min(reserved.values()) >= 3:
-                enough.set()
-            if reserved[node] == 1:
-                raise TransportError("lost on the way")  # the next one counts
-
-    async def stage(*_: object) -> None:
-        async with asyncio.timeout(20):
-            await enough.wait()
-        raise TransportError("that was all")
-
-    monkeypatch.setattr(launcher, "_stage", stage)
-    slots = [SimpleNamespace(node=node) for node in reserved]
-    spec: Any = SimpleNamespace(id="x", slots=slots, attempt=0)
-    client: Any = SimpleNamespace(call=call, sign_spec=lambda _: b"signed")
-    unused: Any = SimpleNamespace(bundle=None)
-    with pytest.raises(TransportError, match="that was all"):
-        await launcher._start(client, unused, unused, spec)
-    assert [task for task in asyncio.all_tasks() if "_renew" in repr(task)] == []
-
-
 def test_empty_command_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no command given"):
         launcher.JobRequest(argv=("",), python=False, kind=JobKind.COMMAND, name="x", root=tmp_path)
@@ -237,63 +192,6 @@ def test_job_ids_are_random_and_of_the_alphabet() -> None:
     ids = {launcher.new_job_id() for _ in range(100)}
     assert len(ids) == 100
     assert all(len(one) == JOB_ID_CHARS and not set(one) & set("ilou") for one in ids)
-
-
-def test_chunks_nobody_has_are_dealt_out_once_each() -> None:
-    chunks = [bytes([n]) * 32 for n in range(7)]
-    nobody = [frozenset(chunks)] * 3
-    owners, uploads = launcher.deal_chunks(chunks, nobody)
-    assert [chunk for chunk, _ in uploads] == chunks  # one copy in total
-    assert owners == [0, 1, 2, 0, 1, 2, 0]
-    assert [owner for _, owner in uploads] == owners
-
-
-def test_chunks_that_a_node_has_are_not_uploaded() -> None:
-    chunks = [bytes([n]) * 32 for n in range(4)]
-    has_all, has_none = frozenset[bytes](), frozenset(chunks)
-    owners, uploads = launcher.deal_chunks(chunks, [has_none, has_all, has_none])
-    assert owners == [1, 1, 1, 1]
-    assert uploads == []
-    owners, uploads = launcher.deal_chunks(chunks, [frozenset(chunks[1:]), has_none, has_none])
-    assert owners[0] == 0
-    assert [chunk for chunk, _ in uploads] == chunks[1:]
-
-
-def test_address_must_be_reached_by_all() -> None:
-    lan, overlay = "10.0.0.1", "100.64.0.1"
-    reached = {
-        (1, "a"): {"hosts": [overlay, lan], "error": ""},
-        (2, "a"): {"hosts": [lan], "error": ""},
-        (0, "b"): {"hosts": ["10.0.0.2"], "error": ""},
-        (2, "b"): {"hosts": ["10.0.0.2"], "error": ""},
-        (0, "c"): {"hosts": ["10.0.0.3"], "error": ""},
-        (1, "c"): {"hosts": ["10.0.0.3"], "error": ""},
-    }
-    hosts, problems = launcher.common_hosts(["a", "b", "c"], ["A", "B", "C"], reached)
-    assert (hosts, problems) == ([lan, "10.0.0.2", "10.0.0.3"], [])
-
-
-def test_one_way_block_names_both_ends() -> None:
-    reached = {
-        (1, "a"): {"hosts": [], "error": "10.0.0.1 port 40000: timed out"},
-        (0, "b"): {"hosts": ["10.0.0.2"], "error": ""},
-    }
-    _, problems = launcher.common_hosts(["a", "b"], ["A", "B"], reached)
-    assert [(p.node, p.for_ever) for p in problems] == [("B", False)]
-    assert problems[0].reason == "cannot connect to A: 10.0.0.1 port 40000: timed out"
-
-
-def test_addresses_without_a_common_one_are_refused() -> None:
-    reached = {
-        (1, "a"): {"hosts": ["10.0.0.1"], "error": ""},
-        (2, "a"): {"hosts": ["10.1.0.1"], "error": ""},
-        **{
-            (i, n): {"hosts": ["x"], "error": ""}
-            for i, n in [(0, "b"), (2, "b"), (0, "c"), (1, "c")]
-        },
-    }
-    _, problems = launcher.common_hosts(["a", "b", "c"], ["A", "B", "C"], reached)
-    assert [p.node for p in problems] == ["A"]
 
 
 async def test_one_signal_sent_twice_is_one_wish(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,12 +209,3 @@ async def test_one_signal_sent_twice_is_one_wish(monkeypatch: pytest.MonkeyPatch
         interrupts._signalled()
         await asyncio.sleep(0)
     assert asked == [False, True]
-
-
-def test_cause_comes_before_its_consequences() -> None:
-    refused = NotAllowedError("no")
-    many = BaseExceptionGroup(
-        "", [TransportError("broke off"), ExceptionGroup("", [ValueError("x"), refused])]
-    )
-    assert launcher.first_error(many) is refused
-    assert isinstance(launcher.first_error(ExceptionGroup("", [OSError("disk")])), OSError)

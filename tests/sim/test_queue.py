@@ -17,7 +17,8 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
-from gpulayer_mesh.core import placement
+from gpulayer_mesh import starting
+from gpulayer_mesh.core import placement, wire
 from gpulayer_mesh.core.jobspec import JobSpec
 from gpulayer_mesh.core.lease import LEASE_S, Reservations
 from gpulayer_mesh.core.tickets import TICKET_S, Standing, Ticket, Tickets
@@ -41,7 +42,7 @@ from gpulayer_mesh.errors import (
 from job_cases import node, spec
 from virtual_loop import VirtualLoop
 
-from gpulayer import launcher, waiting
+from gpulayer import waiting
 
 T = TypeVar("T")
 
@@ -266,7 +267,7 @@ class World:
             wanted = replace(
                 spec(1), id=job.ident, submitter=who.submitter, slots=slots, attempt=attempt
             )
-            await launcher._reserve(client, wanted)  # type: ignore[arg-type]
+            await starting.reserve(client, wanted, wire.pack(wanted))  # type: ignore[arg-type]
             job.left = job.left or self.now
             return wanted
 
@@ -322,7 +323,7 @@ class World:
 
 
 class _Client:
-    """What `waiting` and `launcher._reserve` ask of a `MeshClient`."""
+    """What `waiting` and `starting.reserve` ask of a `MeshClient`."""
 
     def __init__(self, world: World, job: Job, who: waiting.Applicant) -> None:
         self.world = world
@@ -360,13 +361,11 @@ class _Client:
             self.job, _index(target), lambda: box.tickets.drop(self.world.now, job, who)
         )
 
-    def sign_spec(self, wanted: JobSpec) -> JobSpec:
-        return wanted
-
     async def call(self, target: str, method: str, path: str, body: Any, **_: Any) -> None:
         box = self.world.nodes[_index(target)]
         if path.endswith("/reserve"):
-            await self.world.call(self.job, box.index, lambda: box.reserve(body["spec"]))
+            wanted = wire.decode_as(JobSpec, wire.unpack(body["spec"]))
+            await self.world.call(self.job, box.index, lambda: box.reserve(wanted))
         else:
             await self.world.call(
                 self.job, box.index, lambda: box.release(self.job.ident, body["attempt"])

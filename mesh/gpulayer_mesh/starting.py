@@ -1,0 +1,330 @@
+"""From a signed spec to a job that runs: reserve, stage, pre-flight, go.
+
+Whoever starts a job does this, a launcher as well as an agent. All of a job's nodes take part or
+none: an error at any step gives back what was reserved. This module does not know how the nodes
+were chosen, who may sign, nor how a node is reached (`Caller`) or where source lies (`Source`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from gpulayer_mesh.core import wire
+from gpulayer_mesh.core.jobspec import GoOrder, HostAddress, JobRecord, JobSpec
+from gpulayer_mesh.core.types import Addresses, NodeId
+from gpulayer_mesh.errors import GpuLayerError, PlacementError, Refusal, TransportError
+
+T = TypeVar("T")
+
+RPC_S = 10.0  # one answer from a healthy agent takes milliseconds; a swapping one, seconds
+PREFLIGHT_S = 15.0  # 2 s for the dials, the rest for `find_spec` on a cold disk
+STAGE_FLOOR_BYTES_S = 500_000  # slowest link worth training over; a deadline, not a promise
+STAGE_S = 60.0  # on top of the transfer: unpacking 100,000 files
+UPLOADS = 4  # parallel chunk uploads: fills a 1 Gbit/s link through one TLS core
+RENEW_S = 10.0  # between renewals of the reservations, which end after 30 s of silence
+
+
+class Caller(Protocol):
+    """What is asked of `MeshClient` here."""
+
+    async def call(
+        self,
+        node: NodeId,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        raw: bytes | None = None,  # the body as it is, instead of `body` packed
+        deadline_s: float = RPC_S,
+    ) -> Any: ...
+
+    def addresses(self, node: NodeId) -> Addresses: ...
+
+
+class Source(Protocol):
+    """What is asked of a packed folder here."""
+
+    @property
+    def manifest_bytes(self) -> bytes: ...
+
+    @property
+    def chunks(self) -> Sequence[bytes]: ...  # their hashes, each once, as `unique_chunks`
+
+    def read_chunk(self, sha256: bytes) -> bytes: ...  # runs in a thread
+
+
+async def reserve(caller: Caller, spec: JobSpec, signed: bytes) -> None:
+    """Reserve all of a plan, or give back what was granted and raise.
+
+    Args:
+        signed: the spec as its author signed it; each node checks that.
+
+    Raises:
+        PlacementError, PlacementBusyError: a node cannot take its part, or not now.
+        NotAllowedError, StoppedError, TransportError: what a node, or the way to it, answered.
+    """
+    body = {"spec": signed}
+    path = f"/v1/jobs/{spec.id}/reserve"
+    try:
+        # All are waited for: a call that is cut short may still be granted after its release.
+        answers = await asyncio.gather(
+            *(caller.call(slot.node, "POST", path, body) for slot in spec.slots),
+            return_exceptions=True,
+        )
+        if errors := [answer for answer in answers if isinstance(answer, BaseException)]:
+            raise first_error(BaseExceptionGroup("reserve", errors))
+    except BaseException:
+        await asyncio.shield(release(caller, spec, going=False))
+        raise
+
+
+async def start(
+    caller: Caller,
+    spec: JobSpec,
+    signed: bytes,
+    source: Source,
+    secrets: Mapping[str, str],
+) -> JobRecord:
+    """Bring a job that holds its reservations to its start; its keeper has it then.
+
+    Args:
+        signed: the very bytes that were reserved with; they renew the reservations.
+
+    Raises:
+        PlacementError: packages are missing, or nodes cannot reach each other.
+        BundleError: a file changed after it was packed.
+        GpuLayerError: what a node answered. After any of them nothing is reserved.
+    """
+    path = f"/v1/jobs/{spec.id}/go"
+    going = False
+    try:
+        renewing = asyncio.create_task(_renew(caller, spec, signed))
+        try:
+            await _stage(caller, spec, source)
+            order = await preflight(caller, spec, secrets)
+        finally:
+            renewing.cancel()
+        going = True
+        record = await caller.call(spec.slots[0].node, "POST", path, order, deadline_s=RPC_S)
+        return wire.decode_as(JobRecord, record)
+    except BaseException:
+        # whatever broke, Ctrl-C included: no node keeps a lease for a job that will not start
+        await asyncio.shield(release(caller, spec, going=going))
+        raise
+
+
+async def release(caller: Caller, spec: JobSpec, *, going: bool) -> None:
+    """Give the reservations back.
+
+    Args:
+        going: the keeper may have the order to go, after which a release means nothing.
+    """
+    if going:
+        with contextlib.suppress(GpuLayerError):
+            order = {"grace_s": 0.0, "kill": True}
+            path = f"/v1/jobs/{spec.id}/stop"
+            await caller.call(spec.slots[0].node, "POST", path, order, deadline_s=3.0)
+
+    async def one(node: NodeId) -> None:
+        path, order = f"/v1/jobs/{spec.id}/release", {"attempt": spec.attempt}
+        await caller.call(node, "POST", path, order, deadline_s=3.0)
+
+    await asyncio.gather(*(one(slot.node) for slot in spec.slots), return_exceptions=True)
+
+
+async def _renew(caller: Caller, spec: JobSpec, signed: bytes) -> None:
+    """Keep the reservations of nodes that are ready while a slow one is still being prepared."""
+    body = {"spec": signed}
+    path = f"/v1/jobs/{spec.id}/reserve"
+
+    async def one(node: NodeId) -> None:
+        await caller.call(node, "POST", path, body, deadline_s=RENEW_S)
+
+    while True:
+        await asyncio.sleep(RENEW_S)
+        # One that does not answer shows in what is being done with it.
+        await asyncio.gather(*(one(slot.node) for slot in spec.slots), return_exceptions=True)
+
+
+async def _on_all(spec: JobSpec, call: Callable[[int], Coroutine[Any, Any, T]]) -> list[T]:
+    """Run one call per slot at once; the first error ends the others and is raised plainly."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call(i)) for i in range(len(spec.slots))]
+    except BaseExceptionGroup as many:
+        raise first_error(many) from None
+    return [task.result() for task in tasks]
+
+
+def first_error(many: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the error that caused a group to end: ours before anything that followed from it."""
+    flat: list[BaseException] = []
+    stack: list[BaseException] = [many]
+    while stack:
+        error = stack.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            stack[:0] = error.exceptions
+        else:
+            flat.append(error)
+    ours = [e for e in flat if isinstance(e, GpuLayerError)]
+    known = [e for e in ours if not isinstance(e, TransportError)]
+    return (known or ours or flat)[0]
+
+
+async def _stage(caller: Caller, spec: JobSpec, source: Source) -> None:
+    """Bring the bundle to every node with about one upload in total.
+
+    Each chunk that nobody has is uploaded to one node, dealt out in turn; the nodes fetch the rest
+    from each other while the uploads still run.
+    """
+    nodes = [slot.node for slot in spec.slots]
+    path = f"/v1/jobs/{spec.id}"
+    answers = await _on_all(
+        spec,
+        lambda i: caller.call(
+            nodes[i], "POST", f"{path}/manifest", raw=source.manifest_bytes, deadline_s=60.0
+        ),
+    )
+    missing = [frozenset(answer["missing"]) for answer in answers]
+    owners, uploads = deal_chunks(source.chunks, missing)
+    order = {
+        "sources": [HostAddress(node, caller.addresses(node)) for node in nodes],
+        "owners": owners,
+    }
+    limit_s = STAGE_S + spec.bundle_bytes / STAGE_FLOOR_BYTES_S
+    gate = asyncio.Semaphore(UPLOADS)
+
+    async def upload(chunk: bytes, owner: int) -> None:
+        async with gate:
+            data = await asyncio.to_thread(source.read_chunk, chunk)
+            await caller.call(
+                nodes[owner],
+                "PUT",
+                f"/v1/chunks/{chunk.hex()}?job={spec.id}",
+                raw=data,
+                deadline_s=60.0,
+            )
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for node in nodes:
+                group.create_task(
+                    caller.call(node, "POST", f"{path}/stage", order, deadline_s=limit_s)
+                )
+            for chunk, owner in uploads:
+                group.create_task(upload(chunk, owner))
+    except BaseExceptionGroup as many:
+        raise first_error(many) from None
+
+
+def deal_chunks(
+    chunks: Sequence[bytes], missing: Sequence[frozenset[bytes]]
+) -> tuple[list[int], list[tuple[bytes, int]]]:
+    """Decide who holds each chunk first: a node that has it already, else each in turn.
+
+    Returns the owner's slot index per chunk, and the uploads (chunk, owner) that are needed.
+    """
+    owners: list[int] = []
+    uploads: list[tuple[bytes, int]] = []
+    for number, chunk in enumerate(chunks):
+        holders = [i for i, lacking in enumerate(missing) if chunk not in lacking]
+        if holders:
+            owners.append(holders[number % len(holders)])
+        else:
+            owner = len(uploads) % len(missing)
+            owners.append(owner)
+            uploads.append((chunk, owner))
+    return owners, uploads
+
+
+async def preflight(caller: Caller, spec: JobSpec, secrets: Mapping[str, str]) -> GoOrder:
+    """Prove before the start that imports resolve and that every pair of nodes can connect.
+
+    Raises:
+        PlacementError: names each node and what is wrong with it.
+    """
+    nodes = [slot.node for slot in spec.slots]
+    names = [slot.name for slot in spec.slots]
+    path = f"/v1/jobs/{spec.id}/preflight"
+    opened = await _on_all(
+        spec,
+        lambda i: caller.call(nodes[i], "POST", f"{path}/open", {}, deadline_s=PREFLIGHT_S),
+    )
+    lacking = [
+        Refusal(name, "cannot import " + ", ".join(answer["missing"]), for_ever=True)
+        for name, answer in zip(names, opened, strict=True)
+        if answer["missing"]
+    ]
+    if lacking:
+        raise PlacementError(
+            f"{spec.name} imports packages that are not installed on every node",
+            refusals=tuple(lacking),
+            hint="pip install them into the environment of gpulayer-agent on those machines",
+        )
+    if len(nodes) == 1:
+        port = await caller.call(
+            nodes[0], "POST", f"/v1/jobs/{spec.id}/port", {"host": "127.0.0.1"}
+        )
+        return GoOrder("127.0.0.1", port["port"], ("127.0.0.1",), dict(secrets))
+    targets = [
+        {
+            "node": node,
+            "hosts": [address.host for address in caller.addresses(node)],
+            "port": answer["port"],
+            "nonce": answer["nonce"],
+        }
+        for node, answer in zip(nodes, opened, strict=True)
+    ]
+    found = await _on_all(
+        spec,
+        lambda i: caller.call(
+            nodes[i],
+            "POST",
+            f"{path}/check",
+            {"targets": [t for j, t in enumerate(targets) if j != i]},
+            deadline_s=PREFLIGHT_S,
+        ),
+    )
+    reached = {(i, answer["node"]): answer for i, answers in enumerate(found) for answer in answers}
+    hosts, problems = common_hosts(nodes, names, reached)
+    if problems:
+        raise PlacementError(
+            "the nodes cannot all reach each other",
+            refusals=tuple(problems),
+            hint="open TCP ports 1024-65535 between these machines, both ways; gloo and nccl "
+            "connect on ephemeral ports",
+        )
+    port = await caller.call(nodes[0], "POST", f"/v1/jobs/{spec.id}/port", {"host": hosts[0]})
+    return GoOrder(hosts[0], port["port"], tuple(hosts), dict(secrets))
+
+
+def common_hosts(
+    nodes: Sequence[str], names: Sequence[str], reached: Mapping[tuple[int, str], Mapping[str, Any]]
+) -> tuple[list[str], list[Refusal]]:
+    """Choose for each node one address that every other node reached.
+
+    `reached[i, node]` is what slot i found out about `node`: `hosts` that answered, or `error`.
+    """
+    hosts: list[str] = []
+    problems: list[Refusal] = []
+    for j, node in enumerate(nodes):
+        common: list[str] | None = None
+        for i in range(len(nodes)):
+            if i == j:
+                continue
+            answer = reached.get((i, node), {"hosts": [], "error": "no answer"})
+            if not answer["hosts"]:
+                problems.append(
+                    Refusal(names[i], f"cannot connect to {names[j]}: {answer['error']}", False)
+                )
+                continue
+            seen = list(answer["hosts"])
+            common = seen if common is None else [host for host in common if host in seen]
+        if common:
+            hosts.append(common[0])
+        elif common is not None:
+            problems.append(Refusal(names[j], "has no address that all others can reach", False))
+    return hosts, problems
