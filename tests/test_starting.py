@@ -71,9 +71,16 @@ class Boxes:
             await self.renewed.wait()
         raise TransportError("that was all")
 
+    async def before_preflight(self) -> None:
+        self.steps.append("before")
+        if self.slow == "before":
+            await self.until_renewed()
+
     async def start(self) -> JobRecord:
         await starting.reserve(self, SPEC, SIGNED)
-        return await starting.start(self, SPEC, SIGNED, Folder(), {})
+        return await starting.start(
+            self, SPEC, SIGNED, Folder(), {}, before_preflight=self.before_preflight
+        )
 
 
 class Folder:
@@ -86,19 +93,20 @@ class Folder:
         return sha256
 
 
-async def test_job_is_staged_and_checked_before_it_goes() -> None:
+async def test_job_is_staged_prepared_and_checked_before_it_goes() -> None:
     boxes = Boxes()
     assert await boxes.start() == RECORD
     assert boxes.reserved == [1, 1]
     staged = ["manifest 0", "manifest 1", "stage 0", "stage 1", "chunk 0", "chunk 1"]
     assert sorted(boxes.steps[:6]) == sorted(staged)  # box 1 had the third chunk
     assert boxes.steps[6:] == [
+        "before",
         *("open 0", "open 1", "check 0", "check 1", "port 0"),
         "go 0",
     ]
 
 
-@pytest.mark.parametrize("slow", ["stage", "open"])
+@pytest.mark.parametrize("slow", ["stage", "before", "open"])
 async def test_nodes_are_held_while_a_slow_one_is_prepared_and_released_if_that_fails(
     monkeypatch: pytest.MonkeyPatch, slow: str
 ) -> None:
@@ -110,6 +118,7 @@ async def test_nodes_are_held_while_a_slow_one_is_prepared_and_released_if_that_
         await boxes.start()
     assert boxes.steps[-2:] == ["release 0", "release 1"]
     assert "go 0" not in boxes.steps
+    assert ("open 0" in boxes.steps) is (slow == "open")
     assert [task for task in asyncio.all_tasks() if "_renew" in repr(task)] == []
 
 

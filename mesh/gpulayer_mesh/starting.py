@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from gpulayer_mesh.core import wire
@@ -87,16 +87,21 @@ async def start(
     signed: bytes,
     source: Source,
     secrets: Mapping[str, str],
+    *,
+    before_preflight: Callable[[], Awaitable[None]] | None = None,
 ) -> JobRecord:
     """Bring a job that holds its reservations to its start; its keeper has it then.
 
     Args:
         signed: the very bytes that were reserved with; they renew the reservations.
+        before_preflight: what else the nodes need once the source is there. It may take its time:
+            the reservations are renewed meanwhile.
 
     Raises:
         PlacementError: packages are missing, or nodes cannot reach each other.
         BundleError: a file changed after it was packed.
-        GpuLayerError: what a node answered. After any of them nothing is reserved.
+        GpuLayerError: what a node answered.
+        Exception: what `before_preflight` raised. After any of them nothing is reserved.
     """
     path = f"/v1/jobs/{spec.id}/go"
     going = False
@@ -104,6 +109,8 @@ async def start(
         renewing = asyncio.create_task(_renew(caller, spec, signed))
         try:
             await _stage(caller, spec, source)
+            if before_preflight is not None:
+                await before_preflight()
             order = await preflight(caller, spec, secrets)
         finally:
             renewing.cancel()
