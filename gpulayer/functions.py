@@ -160,6 +160,7 @@ def submit(
     secrets: Mapping[str, str] | Iterable[str] | None = None,
     stop_grace_s: float = 30.0,
     wait_s: float | None = None,
+    restarts: int = 0,
     root: str | Path | None = None,
 ) -> Job:
     """Run `function(*args, **kwargs)` on machines of the mesh; returns once it has been started.
@@ -181,6 +182,7 @@ def submit(
         stop_grace_s: what the ranks get to end after a stop.
         wait_s: how long to queue for busy machines at most; None: as long as it takes, 0: not at
             all. Then PlacementBusyError is raised.
+        restarts: how often all calls start again after a lost machine or a failure, 0 to 20.
         root: the folder that is shipped and imported from; default: the one of the script that
             runs, or the working directory in a notebook or REPL.
 
@@ -216,6 +218,7 @@ def submit(
             secrets=environment.variables(secrets, "secrets"),
             stop_grace_s=stop_grace_s,
             wait_s=wait_s,
+            restarts=restarts,
             extra_files={called.ARGUMENTS: file},
         )
         return Job(_run(lambda: _start(request)), folder)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from gpulayer_mesh.core.jobspec import (
     JOB_ID_ALPHABET,
     JOB_ID_CHARS,
+    RESTARTS_MAX,
     Failure,
     JobKind,
     JobRecord,
@@ -77,6 +78,7 @@ class JobRequest:
     call: int | None = None  # index of the Trainer call that the ranks execute
     extra_files: Mapping[str, Path] = field(default_factory=dict)  # path in the bundle -> file
     wait_s: float | None = None  # for busy nodes; 0: not at all, None: as long as it takes
+    restarts: int = 0  # how often the whole job may start again after a failure
     detach: bool = False
     dry_run: bool = False
 
@@ -100,6 +102,10 @@ class JobRequest:
         number = isinstance(wait_s, int | float) and not isinstance(wait_s, bool)
         if wait_s is not None and not (number and 0 <= (self.wait_s or 0) <= WAIT_MAX_S):
             problems.append(f"wait must be None or 0 to {WAIT_MAX_S} seconds, got {wait_s!r}")
+        restarts: object = self.restarts
+        number = isinstance(restarts, int) and not isinstance(restarts, bool)
+        if not number or not 0 <= self.restarts <= RESTARTS_MAX:
+            problems.append(f"restarts must be 0 to {RESTARTS_MAX}, got {restarts!r}")
         problems += env.problems("env", self.env) + env.problems("secrets", self.secrets)
         if problems:
             raise ConfigError("; ".join(problems))
@@ -145,7 +151,8 @@ async def start(request: JobRequest, ui: Ui) -> JobRecord:
     packed = await asyncio.to_thread(_pack, request)
     async with await MeshClient.connect(env.home()) as client:
         record = await _place(client, request, packed, ui)
-    assert record is not None  # it is for a dry run only
+        assert record is not None  # it is for a dry run only
+        ui.restarts(record.spec, client.names())
     return record
 
 
@@ -267,6 +274,7 @@ async def _run_job(request: JobRequest) -> JobOutcome:
                 if placed is None:
                     return JobOutcome("", ExitCode.OK, None)
                 record, job = placed, placed.spec.id
+                ui.restarts(record.spec, client.names())
                 if request.detach:
                     ui.detached(record)
                     return JobOutcome(job, ExitCode.OK, None)
@@ -379,7 +387,8 @@ async def _place(
     async def reserve(plan: Plan, attempt: int) -> tuple[JobSpec, bytes]:
         nonlocal held
         show(plan)
-        spec = _spec(client, request, packed, plan, who.job, attempt)
+        voters = await _voters(client, request, plan)
+        spec = _spec(client, request, packed, plan, who.job, attempt, voters)
         signed = client.sign_spec(spec)
         await starting.reserve(client, spec, signed)
         held = spec
@@ -407,8 +416,23 @@ def _table_name(request: JobRequest) -> str:
     return os.fsencode(request.name[:256]).decode("utf-8", "replace")
 
 
+async def _voters(client: MeshClient, request: JobRequest, plan: Plan) -> tuple[str, ...]:
+    """Return the nodes that decide together about a restart."""
+    if not request.restarts:
+        return ()
+    from gpulayer_mesh.core.restarts import choose_voters
+
+    return choose_voters(plan.slots, await client.snapshot())
+
+
 def _spec(
-    client: MeshClient, request: JobRequest, packed: _Packed, plan: Plan, job: str, attempt: int
+    client: MeshClient,
+    request: JobRequest,
+    packed: _Packed,
+    plan: Plan,
+    job: str,
+    attempt: int,
+    voters: tuple[str, ...],
 ) -> JobSpec:
     bundle = packed.bundle
     return JobSpec(
@@ -430,6 +454,9 @@ def _spec(
         stop_grace_s=request.stop_grace_s,
         call=request.call,
         attempt=attempt,
+        target=(request.target,) if isinstance(request.target, str) else request.target,
+        restarts=request.restarts,
+        voters=voters,
     )
 
 

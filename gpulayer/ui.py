@@ -31,10 +31,11 @@ from gpulayer.views import (
     outcome_lines,
     plan_lines,
     refusal_lines,
+    restart_lines,
 )
 
 if TYPE_CHECKING:
-    from gpulayer_mesh.core.jobspec import JobRecord
+    from gpulayer_mesh.core.jobspec import JobRecord, JobSpec
     from gpulayer_mesh.core.logrecord import LogRecord
     from gpulayer_mesh.core.placement import Plan
 
@@ -142,6 +143,15 @@ class Ui:
         self.note(f"bundle: {bundle.summary()}")
         for warning in bundle.warnings:
             self.note(f"  note: {warning}")
+
+    def restarts(self, spec: JobSpec, names: Mapping[str, str]) -> None:
+        """Say what a job that may start again can survive; nothing for another.
+
+        Args:
+            names: what nodes are called.
+        """
+        for line in restart_lines(spec, names):
+            self.note(line)
 
     def stopping(self, job: str, kill: bool, grace_s: float) -> None:
         """Say what this Ctrl-C does: the first stops, the second kills."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -326,6 +326,24 @@ def plan_lines(plan: Plan, name: str, *, here: str = "", width: int = TABLE_WIDT
     if len(plan.refused) > _REFUSED:
         lines.append(f"  not {len(plan.refused) - _REFUSED} more nodes")
     return lines + [f"  note: {clean(warning)}" for warning in plan.warnings]
+
+
+def restart_lines(spec: JobSpec, names: Mapping[str, str]) -> list[str]:
+    """Return what a job that may start again can survive; nothing for another.
+
+    Args:
+        names: what nodes are called.
+    """
+    if not spec.restarts:
+        return []
+    from gpulayer_mesh.core.restarts import VOTERS_MIN
+
+    watching = [names.get(node, node[:8]) for node in spec.voters[len(spec.slots) :]]
+    head = f"starts again after a failure, up to {counted(spec.restarts, 'time')}"
+    if len(spec.voters) < VOTERS_MIN:
+        machines = "a machine that is lost ends the job: that takes three machines"
+        return [f"{head}, where a rank failed; {machines}"]
+    return [f"{head}" + (f"; {', '.join(watching)} keep copies" if watching else "")]
 
 
 def rank_nodes(spec: JobSpec) -> list[str]:

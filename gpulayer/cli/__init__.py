@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _USAGE = 2  # `ExitCode.USAGE`, whose module takes 15 ms to import
 _RANKS_MAX = 1024 * 1024  # of a job: nodes times processes of one
+_RESTARTS_MAX = 20  # `jobspec.RESTARTS_MAX`, whose module takes 60 ms to import
 _PIPE_CLOSED = 128 + 13  # what a shell reports for a command that SIGPIPE ended
 
 
@@ -183,6 +184,13 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         "free GPU (1)",
     )
     _asked(run, "what tables call the job (default: the command)")
+    run.add_argument(
+        "--restarts",
+        type=_restarts,
+        default=0,
+        metavar="N",
+        help="how often the whole job starts again after a failure, with its files (0)",
+    )
     run.add_argument("--detach", action="store_true", help="start it and come back at once")
     run.add_argument("--dry-run", action="store_true", help="print the plan and stop there")
 
@@ -332,6 +340,12 @@ def _job(parser: _Parser) -> None:
 def _count(text: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,3}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 9999")
+    return int(text)
+
+
+def _restarts(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,2}", text) or int(text) > _RESTARTS_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {_RESTARTS_MAX}")
     return int(text)
 
 

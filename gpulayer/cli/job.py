@@ -50,6 +50,7 @@ def run(args: Namespace, ui: Ui) -> int:
             nodes=args.nodes,
             devices=args.devices,
             **asked(args),
+            restarts=args.restarts,
             detach=args.detach,
             dry_run=args.dry_run,
         )

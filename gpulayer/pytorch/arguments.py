@@ -12,6 +12,8 @@ from typing import Any
 
 from gpulayer_mesh.errors import ConfigError
 
+RESTARTS_MAX = 20  # `jobspec.RESTARTS_MAX`: a script that trains does not import that module
+
 
 class ArgumentError(ConfigError, ValueError):
     """An argument of `gpulayer.pytorch` has an impossible value."""
@@ -55,6 +57,13 @@ def at_least(name: str, value: Any, least: int) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= least:
         return value
     raise ArgumentError(f"{name} must be an int >= {least}, got {value!r}")
+
+
+def restarts(value: Any) -> int:
+    """Return how often a job may start again."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= RESTARTS_MAX:
+        return value
+    raise ArgumentError(f"restarts must be 0 to {RESTARTS_MAX}, got {value!r}")
 
 
 def flag(name: str, value: Any, *, none: bool | None = None, hint: str | None = None) -> bool:

@@ -53,6 +53,7 @@ def run(
         )
         if choice.where is not Where.HERE:
             return _elsewhere(trainer, index, choice, model, checkpoint(), shares)
+        launching.refuse_restarts(choice, trainer._restarts)
         if choice.kind is not None:
             precision.check(trainer.precision, choice.kind)
         returned = here(checkpoint())
@@ -136,6 +137,7 @@ def _job(
         secrets=trainer._secrets,
         stop_grace_s=trainer._stop_grace_s,
         wait_s=trainer._wait_s,
+        restarts=trainer._restarts,
         call=index,
         extra_files=files,
     )

@@ -58,6 +58,7 @@ def launch(
     secrets: Mapping[str, str] | Iterable[str] | None = None,
     stop_grace_s: float = 30.0,
     wait_s: float | None = None,
+    restarts: int = 0,
     detach: bool = False,
     dry_run: bool = False,
     **unknown: Any,
@@ -77,6 +78,8 @@ def launch(
         env, secrets: variables for the ranks; a list of names takes this process's values.
         wait_s: how long to queue for busy machines at most; None: as long as it takes, 0: not at
             all. Then it exits with code 4.
+        restarts: how often the whole job may start again after a lost machine or a failed rank.
+            What the ranks had written is there again; the script loads it.
     """
     arguments.refuse("launch", unknown, {"num_nodes": "machines are nodes here"})
     place = rank_env()
@@ -111,6 +114,7 @@ def launch(
         secrets=environment.variables(secrets, "secrets"),
         stop_grace_s=stop_grace_s,
         wait_s=wait_s,
+        restarts=arguments.restarts(restarts),
         detach=detach,
         dry_run=dry_run,
     )
@@ -151,6 +155,15 @@ def choose(nodes: int, devices: int | str, accelerator: str, target: Target) -> 
     return Choice(Where.HERE if count == 1 else Where.LOCAL, count, kind)
 
 
+def refuse_restarts(choice: Choice, restarts: int) -> None:
+    """Raise where nobody is there to start something again."""
+    if restarts and choice.where is not Where.PEERS:
+        raise ArgumentError(
+            f"restarts={restarts} needs the mesh, and this runs on this machine alone",
+            hint='target="mesh" runs it there; try that here: gpulayer mesh local -- python SCRIPT',
+        )
+
+
 def _one_mps(nodes: int, devices: int | str) -> ArgumentError:
     where = f" on {nodes} nodes" if nodes > 1 else ""
     return ArgumentError(
@@ -166,6 +179,7 @@ def run(choice: Choice, **fields: Any) -> JobOutcome:
     """
     from gpulayer import launcher
 
+    refuse_restarts(choice, fields.get("restarts", 0))
     if choice.where is Where.LOCAL:
         fields["accelerator"] = _this_machines(choice)
     else:

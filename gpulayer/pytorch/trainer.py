@@ -66,6 +66,8 @@ class Trainer:
         env, secrets: environment variables for ranks elsewhere; a list takes this process's values.
         stop_grace_s: what ranks elsewhere get to end after Ctrl-C.
         wait_s: how long to queue for busy machines; None: as long as it takes, 0: not at all.
+        restarts: how often a call elsewhere may start again after a lost machine or a failed rank;
+            a fit goes on from its newest checkpoint.
         max_epochs, min_epochs, max_steps, min_steps: limits; steps are optimizer steps, -1 is none.
         max_time: "DD:HH:MM:SS", a timedelta or a dict of its arguments: adds a `Timer`.
         callbacks: one `Callback` or a list of them.
@@ -110,6 +112,7 @@ class Trainer:
         secrets: Mapping[str, str] | Iterable[str] | None = None,
         stop_grace_s: float = 30.0,
         wait_s: float | None = None,
+        restarts: int = 0,
         callbacks: Callback | Iterable[Callback] | None = None,
         max_epochs: int | None = None,
         min_epochs: int | None = None,
@@ -154,6 +157,7 @@ class Trainer:
         self._secrets = environment.variables(secrets, "secrets")
         self._stop_grace_s = arguments.seconds("stop_grace_s", stop_grace_s)
         self._wait_s = None if wait_s is None else arguments.seconds("wait_s", wait_s)
+        self._restarts = arguments.restarts(restarts)
         self.max_epochs = (
             None if max_epochs is None else arguments.at_least("max_epochs", max_epochs, -1)
         )

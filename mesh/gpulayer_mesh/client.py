@@ -131,6 +131,10 @@ class MeshClient:
         entry = self.book.members.get(self.identity.node)
         return entry.name if entry else "unknown"
 
+    def names(self) -> dict[NodeId, str]:
+        """Return what the members are called."""
+        return {node: entry.name for node, entry in self.book.members.items()}
+
     def addresses(self, node: NodeId) -> Addresses:
         """Return where a member may be reached, the proven address first."""
         proven = self.dialer.good_address(node)

@@ -94,6 +94,8 @@ def test_help_comes_at_once_and_imports_nothing_heavy(command: list[str]) -> Non
         (["run", "--grace", "2d", "--", "true"], "'2d' is not a time like 90"),
         (["run", "--secret", "TOKEN=abc", "--", "true"], "a value on the command line is no"),
         (["run", "--env", "SURELY_NOT_SET_HERE", "--", "true"], "is not set here"),
+        (["run", "--restarts", "21", "--", "true"], "'21' is not a number from 0 to 20"),
+        (["run", "--restarts", "-1", "--", "true"], "'-1' is not a number from 0 to 20"),
         (["run", "--", "python"], "'python' alone would wait for input"),
         (["mesh", "invite", "--uses", "x"], "'x' is not a number"),
         (["mesh", "invite", "--ttl", "25h"], "more than a day"),

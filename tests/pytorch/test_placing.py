@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from gpulayer_mesh.core.jobspec import JobKind
+from gpulayer_mesh.core.jobspec import RESTARTS_MAX, JobKind
 from gpulayer_mesh.core.types import Accelerator
 from gpulayer_mesh.errors import ConfigError, NoMeshError
 from one_weight import OneWeight, Validated, loader, trainer
 
-from gpulayer import launcher
+from gpulayer import cli, launcher
 from gpulayer.launcher import JobOutcome
-from gpulayer.pytorch import Trainer, is_launcher_process, launch, launching
+from gpulayer.pytorch import Trainer, arguments, is_launcher_process, launch, launching
 from gpulayer.pytorch.arguments import ArgumentError
 from gpulayer.pytorch.launching import Choice, Where, choose
 from gpulayer.pytorch.precision import canonical
@@ -301,7 +301,16 @@ def test_launch_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> N
     calls = recorded(monkeypatch)
     monkeypatch.setenv("TOKEN", "t0ken")
     with pytest.raises(SystemExit):
-        launch(2, 4, "gpu", ["box-1", "!box-2"], env={"A": "1"}, secrets=["TOKEN"], detach=True)
+        launch(
+            2,
+            4,
+            "gpu",
+            ["box-1", "!box-2"],
+            env={"A": "1"},
+            secrets=["TOKEN"],
+            detach=True,
+            restarts=2,
+        )
     fields = calls[0][1]
     assert fields["nodes"] == 2
     assert fields["devices"] == 4
@@ -309,6 +318,32 @@ def test_launch_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> N
     assert fields["target"] == ("box-1", "!box-2")
     assert (fields["env"], fields["secrets"]) == ({"A": "1"}, {"TOKEN": "t0ken"})
     assert fields["detach"]
+    assert fields["restarts"] == 2
+
+
+@pytest.mark.parametrize("asked", [{"target": "local"}, {"devices": 2, "accelerator": "cpu"}])
+def test_restarts_without_a_mesh_are_refused(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Machine(monkeypatch)
+    calls = recorded(monkeypatch)
+    with pytest.raises(ArgumentError, match="restarts=3 needs the mesh") as caught:
+        launch(restarts=3, **asked)
+    assert caught.value.hint is not None
+    assert "gpulayer mesh local" in caught.value.hint
+    model, used = OneWeight(), Trainer(accelerator="cpu", devices=1, restarts=1)
+    with pytest.raises(ArgumentError, match="restarts=1 needs the mesh"):
+        used.fit(model, loader(2))
+    assert calls == []
+
+
+def test_restarts_are_as_many_as_a_job_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {arguments.RESTARTS_MAX, cli._RESTARTS_MAX} == {RESTARTS_MAX}
+    for value in (-1, RESTARTS_MAX + 1, True, 1.0, "2"):
+        with pytest.raises(ArgumentError, match=r"restarts must be 0 to 20, got"):
+            launch(3, restarts=value)  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match=r"restarts must be 0 to 20, got"):
+            Trainer(restarts=value)  # type: ignore[arg-type]
 
 
 def test_local_ranks_are_told_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
