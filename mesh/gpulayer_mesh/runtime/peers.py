@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -49,6 +49,21 @@ class PeerCall(Protocol):
         addresses: Addresses = (),
         deadline_s: float = CALL_S,
     ) -> Awaitable[bytes]: ...
+
+
+class PeerStream(Protocol):
+    """The same, with the answer piece by piece as it arrives; close it."""
+
+    def __call__(
+        self,
+        node: NodeId,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        addresses: Addresses = (),
+        deadline_s: float = CALL_S,
+    ) -> AsyncGenerator[bytes, None]: ...
 
 
 class Peers:
@@ -122,6 +137,32 @@ class Peers:
         return await self._dialer.request(
             node, where, method, path, body=body, deadline_s=deadline_s
         )
+
+    async def stream(
+        self,
+        node: NodeId,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        addresses: Addresses = (),
+        deadline_s: float = CALL_S,
+    ) -> AsyncGenerator[bytes, None]:
+        """Send one request and yield the answer as it arrives; `PeerStream`.
+
+        Args:
+            deadline_s: for the start of the answer; whoever reads has a deadline for the rest.
+
+        Raises:
+            As `call`.
+        """
+        if node not in self._book:
+            raise NotAllowedError(f"node {node[:8]!r} is no member")
+        where = _merged(self.addresses(node), addresses)
+        answer = self._dialer.stream(node, where, method, path, body=body, deadline_s=deadline_s)
+        async with contextlib.aclosing(answer):
+            async for piece in answer:
+                yield piece
 
     def heard(self, record: AliveRecord) -> None:
         """A member says where it is."""

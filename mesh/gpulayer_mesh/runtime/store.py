@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import logging
 import os
@@ -18,12 +19,14 @@ import shutil
 import stat
 import tempfile
 import unicodedata
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
+from gpulayer_mesh.core.copies import FileKey, Stamp
 from gpulayer_mesh.core.jobspec import OUTPUTS_MAX, STAYED_MAX, OutputFile, Outputs, Stayed
 from gpulayer_mesh.core.manifest import (
     CHUNK_BYTES,
+    FILES_MAX,
     PATH_MAX,
     Entry,
     EntryKind,
@@ -162,9 +165,9 @@ class ChunkStore:
     def _write_entry(self, root: int, entry: Entry) -> None:
         *parents, name = entry.path.split("/")
         if entry.kind is EntryKind.DIR:
-            os.close(_make_dirs(root, [*parents, name]))
+            os.close(make_dirs(root, [*parents, name]))
             return
-        folder = _make_dirs(root, parents)
+        folder = make_dirs(root, parents)
         try:
             fd = os.open(name, _NEW, 0o600, dir_fd=folder)
         finally:
@@ -249,6 +252,51 @@ class ChunkStore:
         return Outputs(tuple(found), tuple(stayed), more)
 
     @staticmethod
+    def stamp_outputs(job_dir: Path, ranks: range) -> dict[FileKey, Stamp]:
+        """Look at what `scan_outputs` would list, and at shipped files, without reading any.
+
+        Args:
+            ranks: those of this node; what else lies beside their output folders stays.
+        """
+        found: dict[FileKey, Stamp] = {}
+        for area, rank, path, problem in _candidates(job_dir, ranks[0]):
+            if problem or rank not in ranks:
+                continue
+            if len(found) >= FILES_MAX + OUTPUTS_MAX:
+                break
+            with contextlib.suppress(OSError):  # the job removes files as it likes
+                about = os.lstat(f"{_area_dir(job_dir, area, rank)}/{path}")
+                if stat.S_ISREG(about.st_mode):
+                    found[area, rank, path] = _stamp(about)
+        return found
+
+    @staticmethod
+    def hash_output(
+        job_dir: Path, key: FileKey, *, may_grow: bool, stopped: Callable[[], bool]
+    ) -> tuple[Stamp, bytes] | None:
+        """Hash one file as it is now: its stamp, and the hash of as many bytes as that says.
+
+        Args:
+            may_grow: what is appended meanwhile does not count.
+            stopped: asked between pieces.
+
+        Returns:
+            None if it cannot be read, has changed while it was, or nobody waits any more.
+        """
+        try:
+            with open(ChunkStore.open_output(job_dir, *key), "rb", buffering=0) as file:
+                before = _stamp(os.fstat(file.fileno()))
+                digest, left = hashlib.sha256(), before.size
+                while left and not stopped() and (data := file.read(min(left, _READ_BYTES))):
+                    digest.update(data)
+                    left -= len(data)
+                after = _stamp(os.fstat(file.fileno()))
+        except (OSError, NotFoundError):
+            return None
+        same = after.size >= before.size if may_grow else after == before
+        return (before, digest.digest()) if same and not left else None
+
+    @staticmethod
     def open_output(job_dir: Path, area: str, rank: int, path: str) -> int:
         """Open one output file for reading; return its descriptor.
 
@@ -295,18 +343,33 @@ def check_space(folder: Path, need_bytes: int) -> None:
         )
 
 
-def _make_dirs(root: int, parts: list[str]) -> int:
-    """Make and open a folder below `root`, one part at a time; return its descriptor."""
+def make_dirs(root: int, parts: list[str], mode: int = 0o755, *, instead: bool = False) -> int:
+    """Make and open a folder below `root`, one part at a time; return its descriptor.
+
+    Args:
+        instead: of whatever is there under the name of a folder and is none.
+    """
     folder = os.dup(root)
     for part in parts:
         try:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(part, 0o755, dir_fd=folder)
-            inner = os.open(part, _DIR, dir_fd=folder)
+                os.mkdir(part, mode, dir_fd=folder)
+            try:
+                inner = os.open(part, _DIR, dir_fd=folder)
+            except OSError as e:  # a symbolic link is ENOTDIR or ELOOP
+                if not instead or e.errno not in (errno.ENOTDIR, errno.ELOOP):
+                    raise
+                os.unlink(part, dir_fd=folder)
+                os.mkdir(part, mode, dir_fd=folder)
+                inner = os.open(part, _DIR, dir_fd=folder)
         finally:
             os.close(folder)
         folder = inner
     return folder
+
+
+def _stamp(about: os.stat_result) -> Stamp:
+    return Stamp(about.st_size, about.st_mtime_ns, about.st_ino)
 
 
 def _area_dir(job_dir: Path, area: str, rank: int) -> Path:
