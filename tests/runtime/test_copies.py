@@ -262,6 +262,7 @@ async def test_holder_that_lost_everything_is_given_it_again(
     abc: tuple[Node, Node, Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core, "CHECK_S", 0.01)
+    monkeypatch.setattr(core, "AGAIN_S", 0.05)  # where the sender had not heard that it arrived
     a, b, _ = abc
     a.write("out/rank0/x", b"x")
     a.follow(SPEC)
