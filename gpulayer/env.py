@@ -36,6 +36,8 @@ class RankEnv:
     accelerator: str | None  # what the plan granted
     node: str | None  # name
     output_dir: Path | None  # $GPULAYER_OUT
+    restart: int | None = None  # how often the job has started again; None: it never does
+    restored: Path | None = None  # rank 0's $GPULAYER_OUT as it was before the restart
 
 
 def rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
@@ -46,6 +48,7 @@ def rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
         return None
     out = env.get("GPULAYER_OUT")
     call = env.get("GPULAYER_CALL")
+    restored = env.get("GPULAYER_RESTORED")
     world_size = _number(env, "WORLD_SIZE", 1)
     return RankEnv(
         job=job,
@@ -57,6 +60,8 @@ def rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
         accelerator=env.get("GPULAYER_ACCELERATOR"),
         node=env.get("GPULAYER_NODE"),
         output_dir=Path(out) if out else None,
+        restart=_number(env, "GPULAYER_RESTART", 0) if "GPULAYER_RESTART" in env else None,
+        restored=Path(restored) if restored else None,
     )
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +64,17 @@ class Ranks:
 
     Args:
         signals: what is sent to which rank once the script has made the file `ready`.
+        environ: further variables of a rank.
     """
 
     def __init__(
-        self, path: Path, body: str, world: int, *, signals: Mapping[int, int] | None = None
+        self,
+        path: Path,
+        body: str,
+        world: int,
+        *,
+        signals: Mapping[int, int] | None = None,
+        environ: Callable[[int], Mapping[str, str]] = lambda rank: {},
     ) -> None:
         path.mkdir(exist_ok=True)
         self.path = path
@@ -78,7 +85,7 @@ class Ranks:
             port = free.getsockname()[1]
         processes = []
         for rank in range(world):
-            env = os.environ | {"OMP_NUM_THREADS": "1"}
+            env = os.environ | {"OMP_NUM_THREADS": "1"} | environ(rank)
             if world > 1:
                 env |= {
                     "RANK": str(rank),

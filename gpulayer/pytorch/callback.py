@@ -203,5 +203,17 @@ class Checkpoint(MetricCallback):
         """Take over the state that this callback had where the call ran."""
         self.load_state_dict(state_dict)
 
+    def files(self) -> list[Path]:
+        """Return what lies where this callback writes checkpoints; known since `setup`."""
+        return []
+
+    def can_go_on(self) -> bool:
+        """Return whether this callback writes, while a fit runs, what training can go on from."""
+        return True
+
+    def go_on(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state that this callback had in the attempt before: the fit is the same."""
+        self.load_state_dict(state_dict)
+
     def moved(self, folder_from: Path, folder_to: Path) -> None:
         """Note that files below one folder, where the call ran, may lie below another one here."""

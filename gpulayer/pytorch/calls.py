@@ -45,7 +45,7 @@ def run(
     Raises:
         SystemExit: it ran elsewhere and failed; with its exit code.
     """
-    index = results.next_index()
+    index = trainer._call = results.next_index()
     place = environment.rank_env()
     if place is None:
         choice = launching.choose(

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpulayer import __version__
-from gpulayer.pytorch import hyperparameters, resume
+from gpulayer.pytorch import callback, hyperparameters, resume
 from gpulayer.pytorch.arguments import ArgumentError
 from gpulayer.pytorch.resume import Place, Position, Resume
 
@@ -56,6 +56,9 @@ def save(trainer: Trainer, path: str | Path, weights_only: bool) -> None:
     checkpoint = _dump(trainer, module, weights_only)
     if trainer.is_global_zero:
         write(checkpoint, Path(path))
+        whole = not weights_only and bool(checkpoint["ranks"])
+        if trainer._again is not None and whole and not trainer.interrupted:
+            trainer._again.keep(trainer, Path(path))
     if trainer._runtime is not None:
         trainer._runtime.barrier()
 
@@ -67,12 +70,15 @@ def _dump(trainer: Trainer, module: Module, weights_only: bool) -> Checkpoint:
     if at.place is Place.BATCH:
         counters["total_batches"] -= 1  # the one in hand
     position = {name: getattr(at, name) for name in Position.__slots__} | {"place": str(at.place)}
+    place = {"position": position}
+    if trainer._again is not None:
+        place["again"] = trainer._again.mark(trainer)
     checkpoint: Checkpoint = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
         "gpulayer_version": __version__,
         "state_dict": strategy.state_dict() if strategy else module.state_dict(),
-        "loops": {"fit_loop": {**counters, "position": position}},
+        "loops": {"fit_loop": {**counters, **place}},
     }
     hyperparameters.dump(module, checkpoint)
     if weights_only:
@@ -212,8 +218,14 @@ def load_for_fit(path: str | Path) -> Checkpoint:
     return found
 
 
-def restore_module(trainer: Trainer, module: Module, checkpoint: Checkpoint) -> None:
-    """Load weights and states of callbacks, with their hooks."""
+def restore_module(
+    trainer: Trainer, module: Module, checkpoint: Checkpoint, *, again: bool = False
+) -> None:
+    """Load weights and states of callbacks, with their hooks.
+
+    Args:
+        again: it is of the same fit, in an earlier attempt.
+    """
     module.on_load_checkpoint(checkpoint)
     module.load_state_dict(checkpoint["state_dict"])
     states = checkpoint.get("callbacks")
@@ -229,11 +241,20 @@ def restore_module(trainer: Trainer, module: Module, checkpoint: Checkpoint) -> 
         one.on_load_checkpoint(trainer, module, checkpoint)
     for one in trainer.callbacks:
         if states.get(one.state_key):
-            one.load_state_dict(copy.deepcopy(states[one.state_key]))
+            state = copy.deepcopy(states[one.state_key])
+            if again and isinstance(one, callback.Checkpoint):
+                one.go_on(state)
+            else:
+                one.load_state_dict(state)
 
 
-def restore_training(trainer: Trainer, checkpoint: Checkpoint) -> Resume | None:
+def restore_training(
+    trainer: Trainer, checkpoint: Checkpoint, *, again: bool = False
+) -> Resume | None:
     """Load scaler, counters, optimizers and schedulers; returns where to go on.
+
+    Args:
+        again: it is of the same fit, in an earlier attempt.
 
     Raises:
         ArgumentError: the checkpoint is of more epochs than are asked for, or of other optimizers.
@@ -265,8 +286,11 @@ def restore_training(trainer: Trainer, checkpoint: Checkpoint) -> Resume | None:
     if not checkpoint["ranks"]:
         return None
     found = Resume(
-        counters["position"], checkpoint["ranks"], trainer.global_rank, trainer.world_size
+        counters["position"], checkpoint["ranks"], trainer.global_rank, trainer.world_size, again
     )
+    if again:  # with the same limits: what had ended stays so
+        trainer.should_stop = counters["again"]["should_stop"]
+        return found
     at = found.position
     if at.place is Place.EPOCH_END and at.within_epoch and trainer.max_steps != -1:
         trainer._epochs_processed -= 1

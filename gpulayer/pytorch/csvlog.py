@@ -10,7 +10,8 @@ from __future__ import annotations
 import csv
 import os
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,34 @@ from torch import Tensor
 
 from gpulayer.pytorch import hyperparameters
 
+FILE = "metrics.csv"
 FLUSH_S = 5.0  # what a killed run may lose; lower costs a device sync and a write more often
 BUFFER_ROWS = 1000  # a few hundred kilobytes of small tensors
 
 
 class MetricsFile:
-    """metrics.csv in a fresh `version_N` directory, which is made with the first row."""
+    """metrics.csv in a fresh `version_N` directory, which is made with the first row.
 
-    def __init__(self, root: Path) -> None:
+    Args:
+        choose: given what names a fresh directory, return the name of the one to take and, if an
+            earlier attempt of this run has written into it, where to keep those rows.
+
+    Attributes:
+        rows: how many the file has.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        choose: Callable[[Callable[[], str]], tuple[str, Path | None]] = lambda fresh: (
+            fresh(),
+            None,
+        ),
+    ) -> None:
         self._root = root
+        self._choose = choose
+        self._earlier: tuple[list[str], list[dict[str, str]]] = ([], [])  # columns, rows
+        self.rows = 0
         self._dir: Path | None = None
         self._columns: list[str] = []
         self._rows: list[dict[str, Tensor | float]] = []
@@ -42,14 +62,35 @@ class MetricsFile:
     def directory(self) -> Path:
         """Return the version directory, choosing its number at the first call."""
         if self._dir is None:
-            numbers = [
-                int(found.name.removeprefix("version_"))
-                for found in self._root.glob("version_*")
-                if found.is_dir() and found.name.removeprefix("version_").isdigit()
-            ]
-            self._dir = self._root / f"version_{max(numbers, default=-1) + 1}"
-            self._dir.mkdir(parents=True)
+            name, kept = self._choose(self._fresh)
+            self._dir = self._root / name
+            self._dir.mkdir(parents=True, exist_ok=kept is not None)
+            if kept is not None:
+                found = (_read(self._dir / FILE), _read(kept))
+                self._earlier = max(found, key=lambda one: len(one[1]))
+                _write(kept, *self._earlier)
         return self._dir
+
+    def _fresh(self) -> str:
+        numbers = [
+            int(found.name.removeprefix("version_"))
+            for found in self._root.glob("version_*")
+            if found.is_dir() and found.name.removeprefix("version_").isdigit()
+        ]
+        return f"version_{max(numbers, default=-1) + 1}"
+
+    def go_on(self, rows: int) -> None:
+        """Have the file hold the first rows that an earlier attempt wrote, and no others."""
+        path = self.directory / FILE
+        self._columns, held = self._earlier
+        kept = held[:rows]
+        if len(kept) < rows:
+            lost = rows - len(kept)
+            warnings.warn(f"{lost} of {rows} rows of {path.name} were lost", stacklevel=2)
+        self._rows = []  # what this attempt has written so far is among them
+        self.rows = len(kept)
+        if self._columns:
+            _write(path, self._columns, kept)
 
     def write(self, values: Mapping[str, Tensor | float], step: int) -> None:
         """Add a row; nothing is read from a device here."""
@@ -73,24 +114,34 @@ class MetricsFile:
         if not self._rows:
             return
         rows, self._rows = [_plain(row) for row in self._rows], []
-        path = self.directory / "metrics.csv"
+        path = self.directory / FILE
+        self.rows += len(rows)
         columns = sorted({*self._columns, *(key for row in rows for key in row)})
         if columns != self._columns:
-            old = []
-            if self._columns:
-                with path.open(newline="") as file:
-                    old = list(csv.DictReader(file))
+            old = _read(path)[1] if self._columns else []
             self._columns = columns
-            temporary = path.with_suffix(".tmp")
-            with temporary.open("w", newline="") as file:
-                writer = csv.DictWriter(file, columns)
-                writer.writeheader()
-                writer.writerows(old)
-                writer.writerows(rows)
-            os.replace(temporary, path)
+            _write(path, columns, [*old, *rows])
             return
         with path.open("a", newline="") as file:
             csv.DictWriter(file, columns).writerows(rows)
+
+
+def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Return columns and rows; none of a file that is not there."""
+    if not path.exists():
+        return [], []
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        return list(reader.fieldnames or ()), list(reader)
+
+
+def _write(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(temporary, path)
 
 
 def _plain(row: Mapping[str, Tensor | float]) -> dict[str, float]:

@@ -141,7 +141,8 @@ class FitLoop:
         Raises:
             KeyboardInterrupt, SystemExit: a signal ended it; what was trained is saved.
         """
-        if self._done():
+        again = self._resume is not None and self._resume.again
+        if not again and self._done():
             return
         self._lockstep = self._open_lockstep()
         self._running = True
@@ -201,7 +202,7 @@ class FitLoop:
         trainer._progress_epoch_start()
         self._call("on_train_epoch_start")
         self._batch_idx = -1
-        self.is_last = False
+        self.is_last = self._complete = False
         self.began = begin(self)
         self._end_epoch(self._read(self._stream(fetching.iterate(self.loader))))
 
@@ -261,6 +262,9 @@ class FitLoop:
                 stream = self._stream(resume.iterator(self), at.done)
         resume.restore(self)
         if at.place is Place.EPOCH_END:
+            self.began = resume.began
+            if resume.again and self._ends():
+                trainer._save_final()
             self._after_epoch()
         elif resume.within_epoch:
             if at.place not in (Place.BATCH, Place.NEXT):

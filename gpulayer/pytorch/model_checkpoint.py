@@ -172,6 +172,8 @@ class ModelCheckpoint(Checkpoint):
             "last_model_path": self.last_model_path,
             "final_model_path": self.final_model_path,
             "last_step_saved": self._last_step_saved,
+            "last_file_saved": self._last_file_saved,
+            "waits": [self._waits_for_metric, self._waits_for_validation],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -197,6 +199,24 @@ class ModelCheckpoint(Checkpoint):
         self.current_score = state_dict["current_score"]
         self.final_model_path = state_dict["final_model_path"]
 
+    def files(self) -> list[Path]:
+        found = Path(self.dirpath).rglob(f"*{self.FILE_EXTENSION}") if self.dirpath else ()
+        return sorted(found)
+
+    def can_go_on(self) -> bool:
+        timed = self._train_time_interval is not None
+        saves = self._every_n_train_steps > 0 or self._every_n_epochs > 0 or timed
+        kept = self.save_top_k != 0 or bool(self.save_last)
+        return saves and kept and not self.save_weights_only
+
+    def go_on(self, state_dict: dict[str, Any]) -> None:
+        self.load_state_dict(state_dict)
+        if state_dict["dirpath"] == self.dirpath:
+            self.current_score = state_dict["current_score"]
+            self.final_model_path = state_dict["final_model_path"]
+            self._last_file_saved = state_dict["last_file_saved"]
+            self._waits_for_metric, self._waits_for_validation = state_dict["waits"]
+
     def moved(self, folder_from: Path, folder_to: Path) -> None:
         def here(path: str) -> str:
             if not path or not Path(path).is_relative_to(folder_from):
@@ -218,7 +238,8 @@ class ModelCheckpoint(Checkpoint):
             return
         if self._adopted:  # that directory belongs to another job
             self.dirpath, self._adopted = self._given, False
-        if self.dirpath is not None and not self._last_file_saved:
+        again = trainer._again is not None and trainer._again.again
+        if self.dirpath is not None and not self._last_file_saved and not again:
             self._warn_of_others_files(trainer)
         chosen = self.dirpath or str(self._directory(trainer))
         self.dirpath = _rank_zeros(trainer, chosen)
@@ -408,8 +429,8 @@ class ModelCheckpoint(Checkpoint):
 
     def _write(self, trainer: Trainer, path: str) -> None:
         self._last_step_saved = trainer.global_step  # before: it is part of the file
-        trainer.save_checkpoint(path, self.save_weights_only)
         self._last_file_saved = path
+        trainer.save_checkpoint(path, self.save_weights_only)
 
     def _remove(self, trainer: Trainer, path: str, replaced_by: str) -> None:
         """Remove a file of this callback's directory that another one took the place of."""

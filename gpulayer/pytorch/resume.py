@@ -70,11 +70,18 @@ class Resume:
         position: the fields of a `Position`.
         ranks: what `capture` returned on each rank.
         rank, world: of this process, now.
+        again: the same fit goes on in another attempt, so what is left of its end is done, too.
     """
 
     def __init__(
-        self, position: Mapping[str, Any], ranks: list[Any], rank: int, world: int
+        self,
+        position: Mapping[str, Any],
+        ranks: list[Any],
+        rank: int,
+        world: int,
+        again: bool = False,
     ) -> None:
+        self.again = again
         self.position = Position(**{**position, "place": Place(position["place"])})
         self._ranks = ranks
         self._same = len(ranks) == world
@@ -94,6 +101,12 @@ class Resume:
     def reads(self) -> bool:
         """Whether batches of the epoch are left."""
         return self.within_epoch and not self.position.is_last
+
+    @property
+    def began(self) -> dict[str, Any] | None:
+        """What the iterator of the epoch was made from."""
+        found: dict[str, Any] | None = self._mine["began"]
+        return found
 
     def adapt(self, loop: FitLoop) -> None:
         """Choose where another number of ranks goes on."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from gpulayer.pytorch import arguments, backends, checkpoints, data, optimizers, seeding
+from gpulayer.pytorch import again, arguments, backends, checkpoints, data, optimizers, seeding
 from gpulayer.pytorch.arguments import ArgumentError
 from gpulayer.pytorch.evaluation import Evaluation, Outputs
 from gpulayer.pytorch.hooks import Hooks
@@ -84,19 +84,24 @@ def fit(
     if trainer._progress is not None:
         trainer._progress.fit_start()
     _limits(trainer)
+    trainer._again = restart = again.of_fit(trainer._call, ckpt_path)
     with _around(trainer, model, "fit"):
         trainer._data = TrainingData(trainer, model, train)
         try:
-            checkpoint = _load(trainer, model, ckpt_path, checkpoints.load_for_fit)
+            if restart is not None:
+                restart.start(trainer)
+            checkpoint = _load(trainer, model, ckpt_path, checkpoints.load_for_fit, restart)
             evaluation, strategy = _prepare(trainer, model, val)
             _call(trainer, "on_fit_start")
             _log_hyperparameters(trainer, model)
             resume = None
             if checkpoint is not None:
-                resume = checkpoints.restore_training(trainer, checkpoint)
+                goes_on = restart is not None and restart.checkpoint is not None
+                resume = checkpoints.restore_training(trainer, checkpoint, again=goes_on)
                 del checkpoint  # as large as the weights and the optimizer's state
             model.zero_grad()
-            if evaluation is not None and (resume is None or not resume.within_epoch):
+            begins = resume is None or not (resume.within_epoch or resume.again)
+            if evaluation is not None and begins:
                 _sanity_check(trainer, evaluation)
             if trainer.limit_train_batches != 0:
                 loader = trainer._data.load()
@@ -111,6 +116,7 @@ def fit(
                 trainer._loop.run()
         finally:
             trainer._flush()
+            trainer._again = None
             model._manual = None
         strategy.release()
         _call(trainer, "on_fit_end")
@@ -170,7 +176,8 @@ def predict(
 def _around(trainer: Trainer, model: Module, stage: str) -> Iterator[None]:
     """Attach the module, set up, and tear down; an exception reaches `on_exception`."""
     trainer._begin(model, stage)
-    hooks = trainer._hooks = Hooks(trainer, model, trainer.callbacks)
+    keeper = [] if trainer._again is None else [again.Keeper(trainer._again)]
+    hooks = trainer._hooks = Hooks(trainer, model, [*trainer.callbacks, *keeper])
     with Signals(trainer._signalled):
         try:
             backends.set_deterministic(trainer.deterministic)
@@ -224,14 +231,25 @@ def _load(
     model: Module,
     ckpt_path: str | None,
     read: Callable[[str], checkpoints.Checkpoint],
+    restart: again.FitAgain | None = None,
 ) -> checkpoints.Checkpoint | None:
-    """Load weights and states of callbacks from a checkpoint, if one was asked for."""
+    """Load weights and states of callbacks from a checkpoint, if one was asked for.
+
+    Args:
+        restart: a fit that may have begun in an earlier attempt: what it had come to goes before.
+    """
     trainer.ckpt_path = ckpt_path
-    found = None if ckpt_path is None else read(ckpt_path)
+    goes_on = None if restart is None else restart.checkpoint
+    source = ckpt_path if goes_on is None else str(goes_on)
+    found = None if source is None else read(source)
     point = found and [found.get("epoch"), found.get("global_step")]
     trainer.runtime.agree("the epoch and step of the checkpoint", point)
     if found is not None:
-        checkpoints.restore_module(trainer, model, found)
+        if restart is not None and goes_on is not None:
+            restart.take(trainer, found)
+        else:
+            again.move(trainer, found)
+        checkpoints.restore_module(trainer, model, found, again=goes_on is not None)
     return found
 
 

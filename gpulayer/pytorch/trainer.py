@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from gpulayer import env as environment
 from gpulayer.pytorch import (
+    again,
     arguments,
     backends,
     calls,
@@ -236,6 +237,8 @@ class Trainer:
         self._hooks: Hooks = Hooks(self, Module(), ())
         self._data: stages.TrainingData | None = None
         self._strategy: strategies.Strategy | None = None
+        self._call = 0  # the index in the script of the call that runs, or ran last
+        self._again: again.FitAgain | None = None  # while a fit runs whose job may start again
         self._loop: FitLoop | None = None  # of the fit that runs, or ran last
         self._ran_elsewhere = False  # the last fit: its optimizers are not here
         self.ckpt_path: str | None = None  # what the call that runs, or ran last, loaded
@@ -283,7 +286,9 @@ class Trainer:
             self,
             model,
             lambda path: stages.fit(self, model, train_dataloaders, val_dataloaders, path),
-            checkpoint=lambda: checkpoints.choose(self, "fit", ckpt_path, model_given=True),
+            checkpoint=lambda: again.chosen(
+                self._call, lambda: checkpoints.choose(self, "fit", ckpt_path, model_given=True)
+            ),
         )
 
     def validate(
@@ -406,7 +411,7 @@ class Trainer:
 
     def _open_log(self) -> None:
         if self.is_global_zero and self._logs and self._file is None:
-            self._file = MetricsFile(self.default_root_dir / _LOGS)
+            self._file = MetricsFile(self.default_root_dir / _LOGS, again.log_folder)
 
     def _flush(self) -> None:
         if self._file is not None:
@@ -511,11 +516,18 @@ class Trainer:
 
     def _save_final(self) -> None:
         """Have the state at the end of a fit written, unless a checkpoint holds it already."""
+        if self._again is not None:
+            if self._again.end_is_saved:
+                return
+            self._again.saving_end = True
         found = (one.holds_now(self) for one in self.checkpoint_callbacks)
         path = next(filter(None, found), None)
         if path is None:
             written = (one.save_end(self) for one in self.checkpoint_callbacks)
             path = next(filter(None, written), None)
+        if self._again is not None:
+            self._again.commit(self)
+            self._again.saving_end = False
         self._flush()
         if self._loop is not None and self._loop.interrupted and self.is_global_zero:
             then = f"; fit(ckpt_path={self._shown(path)!r}) goes on" if path else ""

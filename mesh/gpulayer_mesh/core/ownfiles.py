@@ -9,3 +9,9 @@ from __future__ import annotations
 FOLDER = ".gpulayer-result"
 FUNCTION_RESULT = f"{FOLDER}/value"  # what a submitted function returned
 SERVICE_STATE = f"{FOLDER}/service.json"  # what became of a service's process
+RESUME = f"{FOLDER}/resume"  # what the next attempt of a job goes on from; stays there
+
+
+def checkpoint(call: int) -> str:
+    """Return where rank 0 keeps the newest checkpoint of one Trainer call."""
+    return f"{RESUME}/{call}.ckpt"
