@@ -78,9 +78,10 @@ class Boxes:
 
     async def start(self) -> JobRecord:
         await starting.reserve(self, SPEC, SIGNED)
-        return await starting.start(
+        order = await starting.prepare(
             self, SPEC, SIGNED, Folder(), {}, before_preflight=self.before_preflight
         )
+        return await starting.go(self, SPEC, order)
 
 
 class Folder:

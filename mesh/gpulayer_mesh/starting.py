@@ -82,6 +82,22 @@ async def reserve(caller: Caller, spec: JobSpec, signed: bytes) -> None:
 
 
 async def start(
+    caller: Caller, spec: JobSpec, signed: bytes, source: Source, secrets: Mapping[str, str]
+) -> JobRecord:
+    """Bring a job that holds its reservations to its start; its keeper has it then.
+
+    Raises:
+        As `prepare` and `go`; after any of them no node holds a lease or runs it.
+    """
+    order = await prepare(caller, spec, signed, source, secrets)
+    try:
+        return await go(caller, spec, order)
+    except BaseException:
+        await asyncio.shield(release(caller, spec, going=True))
+        raise
+
+
+async def prepare(
     caller: Caller,
     spec: JobSpec,
     signed: bytes,
@@ -89,8 +105,8 @@ async def start(
     secrets: Mapping[str, str],
     *,
     before_preflight: Callable[[], Awaitable[None]] | None = None,
-) -> JobRecord:
-    """Bring a job that holds its reservations to its start; its keeper has it then.
+) -> GoOrder:
+    """Do all that has to be done before the order to go.
 
     Args:
         signed: the very bytes that were reserved with; they renew the reservations.
@@ -103,24 +119,30 @@ async def start(
         GpuLayerError: what a node answered.
         Exception: what `before_preflight` raised. After any of them nothing is reserved.
     """
-    path = f"/v1/jobs/{spec.id}/go"
-    going = False
     try:
         renewing = asyncio.create_task(_renew(caller, spec, signed))
         try:
             await _stage(caller, spec, source)
             if before_preflight is not None:
                 await before_preflight()
-            order = await preflight(caller, spec, secrets)
+            return await preflight(caller, spec, secrets)
         finally:
             renewing.cancel()
-        going = True
-        record = await caller.call(spec.slots[0].node, "POST", path, order, deadline_s=RPC_S)
-        return wire.decode_as(JobRecord, record)
     except BaseException:
         # whatever broke, Ctrl-C included: no node keeps a lease for a job that will not start
-        await asyncio.shield(release(caller, spec, going=going))
+        await asyncio.shield(release(caller, spec, going=False))
         raise
+
+
+async def go(caller: Caller, spec: JobSpec, order: GoOrder) -> JobRecord:
+    """Give the order. Where the answer is lost, the job may run all the same.
+
+    Raises:
+        GpuLayerError: what the keeper answered, or the way to it.
+    """
+    path = f"/v1/jobs/{spec.id}/go"
+    record = await caller.call(spec.slots[0].node, "POST", path, order, deadline_s=RPC_S)
+    return wire.decode_as(JobRecord, record)
 
 
 async def release(caller: Caller, spec: JobSpec, *, going: bool) -> None:

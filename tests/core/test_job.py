@@ -8,26 +8,33 @@ from gpulayer_mesh.core.job import (
     END_S,
     FAILURE_GRACE_S,
     GO_S,
+    GONE_S,
     HOST_LOST_S,
     KILL_S,
     RENEW_S,
+    RESTART_S,
     SETTLE_CAUSE_S,
     SETTLE_S,
     START_S,
     Effect,
     Event,
+    GiveUpRestart,
     Go,
     HostRemoved,
     HostReported,
     KeptJob,
+    NotRestarted,
     RecordChanged,
     RenewHost,
     ReportFailed,
+    Restart,
+    Restarted,
     Stage,
     StartHost,
     StopHost,
     StopRequested,
     Tick,
+    Watched,
 )
 from gpulayer_mesh.core.jobspec import (
     HostPhase,
@@ -52,9 +59,9 @@ GLOO = "RuntimeError: gloo: Connection closed by peer [10.0.0.2]:1"
 class Keeper:
     """Drives one machine and checks its invariants after every event."""
 
-    def __init__(self, *processes: int) -> None:
+    def __init__(self, *processes: int, **fields: object) -> None:
         self.now = 50.0
-        self.job = KeptJob(spec(*(processes or (1, 1, 1))), now=self.now)
+        self.job = KeptJob(spec(*(processes or (1, 1, 1)), **fields), now=self.now)
         self.records: list[JobRecord] = []
 
     def do(self, event: Event, after: float = 0.0) -> list[Effect]:
@@ -88,6 +95,8 @@ class Keeper:
             new = self.do(Tick(), max(0.0, at - self.now))
             effects += new
             for effect in new:
+                if isinstance(effect, Restart | GiveUpRestart):
+                    continue
                 index = next(i for i in range(9) if node(i) == effect.node)  # type: ignore[union-attr]
                 if index not in silent:
                     self.hear(self.job._hosts[node(index)].report)
@@ -417,3 +426,135 @@ def test_illegal_move_carries_the_history() -> None:
     keeper = Keeper().run()
     with pytest.raises(IllegalTransitionError, match="starting->running"):
         keeper.job._move(keeper.now, Tick(), Stage.WAITING, None)
+
+
+# --- restarts ---------------------------------------------------------------------------------
+
+
+def failed_of(*processes: int, **fields: object) -> tuple[Keeper, list[Effect]]:
+    """A job that may be restarted, whose rank 1 failed, with every part ended."""
+    keeper = Keeper(*processes, restarts=2, **fields).run()
+    keeper.hear(report(1, STOPPING, exited(1, 7, "ValueError: no")))
+    keeper.wait(SETTLE_S)
+    keeper.hear(report(1, ENDED, exited(1, 7, "ValueError: no")))
+    return keeper, keeper.hear(report(0, ENDED, exited(0, 0, stopped=True)))
+
+
+def test_failed_job_asks_for_its_next_attempt_once_all_is_over() -> None:
+    keeper, effects = failed_of(1, 1)
+    assert effects == [Restart(0.0)]
+    assert keeper.state is JobState.RESTARTING
+    assert keeper.records[-1].ended_age_s is None
+    assert keeper.wait(RESTART_S / 2) == []  # once, and no node is asked anything
+    keeper.do(Restarted("1111111111"))
+    assert (keeper.state, keeper.records[-1].successor) == (JobState.FAILED, "1111111111")
+    assert keeper.failed == (1, "box-1", 7, "exit code 7")
+    assert keeper.job.next_timeout() is None
+
+
+def test_job_that_is_not_restarted_says_why() -> None:
+    keeper, _ = failed_of(1, 1)
+    assert keeper.do(NotRestarted("no node is free")) == [GiveUpRestart()]
+    assert keeper.state is JobState.FAILED
+    assert keeper.failed[3] == "exit code 7; not restarted: no node is free"
+
+
+def test_a_restart_that_takes_too_long_is_given_up() -> None:
+    keeper, _ = failed_of(1, 1)
+    assert GiveUpRestart() in keeper.wait(RESTART_S)
+    assert "took longer" in keeper.failed[3]
+
+
+def test_stop_while_restarting_cancels_the_job() -> None:
+    keeper, _ = failed_of(1, 1)
+    assert keeper.do(StopRequested("anna")) == [GiveUpRestart()]
+    assert (keeper.state, keeper.job.cause) == (JobState.CANCELLED, "stopped by anna")
+    assert keeper.job.failure is None
+    assert keeper.do(Restarted("1111111111")) == []  # too late
+    assert keeper.records[-1].successor == ""
+
+
+@pytest.mark.parametrize(
+    "fields", [{"restarts": 0}, {"restarts": 2, "restart": 2}, {"restarts": 1, "restart": 1}]
+)
+def test_no_attempt_follows_the_last(fields: dict[str, object]) -> None:
+    keeper = Keeper(1, 1, **fields).run()
+    keeper.hear(report(1, STOPPING, exited(1, 7)))
+    keeper.hear(report(1, ENDED, exited(1, 7)))
+    keeper.hear(report(0, ENDED, exited(0, 0, stopped=True)))
+    assert keeper.state is JobState.FAILED
+
+
+def test_neither_success_nor_a_stop_is_followed_by_an_attempt() -> None:
+    keeper = Keeper(1, 1, restarts=1).run()
+    for index in (0, 1):
+        keeper.hear(report(index, ENDED, exited(index)))
+    assert keeper.state is JobState.SUCCEEDED
+    keeper = Keeper(1, 1, restarts=1).run()
+    keeper.do(StopRequested("anna"))
+    for index in (0, 1):
+        keeper.hear(report(index, ENDED, exited(index, 0, stopped=True)))
+    assert keeper.state is JobState.CANCELLED
+
+
+def test_ranks_of_a_silent_node_are_waited_for() -> None:
+    keeper = Keeper(1, 1, restarts=1).run()
+    effects = keeper.wait(HOST_LOST_S + 1, 1)
+    effects += keeper.hear(report(0, ENDED, exited(0, 0, stopped=True)))
+    (restart,) = [effect for effect in effects if isinstance(effect, Restart)]
+    waited = HOST_LOST_S + 1 - RENEW_S  # since it was heard last, at the least
+    assert GONE_S - waited - 2 * RENEW_S <= restart.after_s <= GONE_S - waited + RENEW_S
+
+
+def test_keeper_that_comes_back_asks_again() -> None:
+    keeper, _ = failed_of(1, 1)
+    again = KeptJob.resume(keeper.records[-1], now=500.0)
+    assert again.state is JobState.RESTARTING
+    assert again.next_timeout() <= 500.0  # type: ignore[operator]
+    (effect,) = again.handle(500.0, Tick())
+    assert effect == Restart(0.0)
+    again.handle(501.0, Restarted("1111111111"))
+    assert again.record(502.0).successor == "1111111111"
+
+
+def test_job_of_one_node_ends_when_most_voters_are_silent() -> None:
+    voters = (node(0), node(1), node(2))
+    keeper = Keeper(1, restarts=1, voters=voters).run()
+    keeper.wait(600)  # no witness has heard of it: none can start the next attempt
+    assert keeper.state is JobState.RUNNING
+    for _ in range(20):
+        keeper.do(Watched(node(1)))
+        keeper.wait(5)
+    assert keeper.state is JobState.RUNNING  # with one of the two it has the majority
+    keeper.wait(HOST_LOST_S)
+    keeper.hear(report(0, ENDED, exited(0, 0, stopped=True)))
+    assert keeper.state is JobState.RESTARTING
+    assert "cut off" in keeper.failed[3]
+
+
+@pytest.mark.parametrize(
+    ("processes", "voters", "fields"),
+    [
+        ((1,), 2, {}),  # the other one alone is no majority
+        ((1,), 1, {}),
+        ((1, 1), 3, {}),  # loses the other node first
+        ((1,), 3, {"restart": 1}),  # nothing may follow
+    ],
+)
+def test_voters_that_cannot_do_without_this_node_are_not_waited_for(
+    processes: tuple[int, ...], voters: int, fields: dict[str, object]
+) -> None:
+    names = tuple(node(index) for index in range(voters))
+    keeper = Keeper(*processes, restarts=1, voters=names, **fields).run()
+    for name in names[len(processes) :]:
+        keeper.do(Watched(name))
+    keeper.wait(300)
+    assert keeper.state is JobState.RUNNING
+
+
+def test_a_restart_must_be_heard_of_by_most_voters() -> None:
+    voters = (node(0), node(1), node(2))
+    keeper = Keeper(1, restarts=2, restart=1, voters=voters).run()
+    keeper.wait(HOST_LOST_S + 1)
+    assert keeper.job.failure is not None
+    assert "cut off" in keeper.failed[3]

@@ -48,10 +48,17 @@ TAILS_MAX = 8  # ranks with a tail per report, the earliest failures: bounds a r
 def agent_silence_s(spec: JobSpec) -> float:
     """Return for how long ranks go on while no agent watches over them.
 
-    Where other nodes take part these give the node up after a while, and the job is lost: ranks
-    that went on would only hold devices.
+    Where other nodes take part, or watch, these give the node up after a while, and the job is lost
+    or started again: ranks that went on would only hold devices.
     """
-    return ALONE_S if len(spec.slots) == 1 else KEEPER_SILENT_S + SILENT_GRACE_S
+    alone = len(spec.slots) == 1 and spec.restart == spec.restarts
+    return ALONE_S if alone else KEEPER_SILENT_S + SILENT_GRACE_S
+
+
+def agent_silence_grace_s(spec: JobSpec) -> float:
+    """Return what ranks get to end then: little where others wait for their end."""
+    last = spec.restart == spec.restarts
+    return spec.stop_grace_s if last else min(spec.stop_grace_s, SILENT_GRACE_S)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,16 @@ answer on each host is renewed every RENEW_S and is lost when unheard for HOST_L
 opinion does not count. The first failure by cause ends the job: after a short wait for the reports
 of others, `failure.first_failure` picks, and every other host is stopped. A stop on request ends as
 cancelled. The job ends when every host that can be heard says that no process is left, at the
-latest when the deadline passes. Reports are full snapshots that never go back: duplicates and late
-ones change nothing. No state waits for a message alone.
+latest when the deadline passes. A failed job that may be restarted waits in RESTARTING for word of
+its next attempt, which `Restart` asks for. Reports are full snapshots that never go back:
+duplicates and late ones change nothing. No state waits for a message alone.
 
-    WAITING -> STARTING -> RUNNING -> STOPPING -> ENDED        stage         job state
-        |          |-> SETTLING <-|      ^          ^          WAITING       pending
-        |          |       |-------------|          |          STARTING      starting
-        |---------------------------------------------         others        running
-                                                               ENDED         the outcome
+    WAITING -> STARTING -> RUNNING -> STOPPING ---> ENDED      stage         job state
+        |          |-> SETTLING <-|      ^   |        ^        WAITING       pending
+        |          |       |-------------|   |        |        STARTING      starting
+        |                                RESTARTING --|        RESTARTING    restarting
+        |---------------------------------------------|        ENDED         the outcome
+                                                               others        running
 
 This module does not know how a host is reached; `StartHost`, `RenewHost` and `StopHost` are calls
 that end as `HostReported` or `ReportFailed`. Time is `now`, monotonic seconds.
@@ -39,6 +41,7 @@ from gpulayer_mesh.core.jobspec import (
     Slot,
 )
 from gpulayer_mesh.core.rankenv import world_size
+from gpulayer_mesh.core.restarts import majority
 from gpulayer_mesh.core.types import NodeId
 from gpulayer_mesh.errors import IllegalTransitionError, RemoteProtocolError
 
@@ -52,6 +55,10 @@ SETTLE_CAUSE_S = 3.0  # as long as all known failures only tell of a lost peer
 FAILURE_GRACE_S = 5.0  # the others save what they can; they are gone 10 s after the failure
 END_S = 10.0  # past the grace: hosts kill at its end and then clean up
 KILL_S = 5.0  # after our kill nothing is waited for any longer
+# Past its last sign of life, until the ranks of a node that is cut off, or without its agent, are
+# gone: `hosted` ends them after 25 to 30 s with a grace of 5 s, and kills for 5 s.
+GONE_S = 42.0
+RESTART_S = 300.0  # for the next attempt to start: lost nodes' ranks, a free node, the transfers
 HISTORY = 64  # entries
 
 
@@ -100,11 +107,42 @@ class HostRemoved:
 
 
 @dataclass(frozen=True, slots=True)
+class Watched:
+    """A witness answered: it would see to the next attempt if this node were lost."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """The next attempt runs."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotRestarted:
+    """There will be no next attempt."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     pass
 
 
-Event = Go | HostReported | ReportFailed | StopRequested | HostRemoved | Tick
+Event = (
+    Go
+    | HostReported
+    | ReportFailed
+    | StopRequested
+    | HostRemoved
+    | Watched
+    | Restarted
+    | NotRestarted
+    | Tick
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +168,23 @@ class RecordChanged:
     record: JobRecord
 
 
-Effect = StartHost | RenewHost | StopHost | RecordChanged
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Start the next attempt, and tell how that went.
+
+    Args:
+        after_s: until no rank of this one can be left on a node that fell silent.
+    """
+
+    after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUpRestart:
+    """Nobody wants the next attempt any more; should it run already, stop it."""
+
+
+Effect = StartHost | RenewHost | StopHost | RecordChanged | Restart | GiveUpRestart
 
 
 class Stage(StrEnum):
@@ -139,6 +193,7 @@ class Stage(StrEnum):
     RUNNING = "running"
     SETTLING = "settling"  # something failed; reports that explain it may be on their way
     STOPPING = "stopping"
+    RESTARTING = "restarting"  # all is over here; the next attempt is being started
     ENDED = "ended"
 
 
@@ -147,9 +202,11 @@ MOVES: Mapping[Stage, frozenset[Stage]] = {
     Stage.STARTING: frozenset({Stage.RUNNING, Stage.SETTLING, Stage.STOPPING}),
     Stage.RUNNING: frozenset({Stage.SETTLING, Stage.STOPPING}),
     Stage.SETTLING: frozenset({Stage.STOPPING}),
-    Stage.STOPPING: frozenset({Stage.ENDED}),
+    Stage.STOPPING: frozenset({Stage.RESTARTING, Stage.ENDED}),
+    Stage.RESTARTING: frozenset({Stage.ENDED}),
     Stage.ENDED: frozenset(),
 }
+_QUIET = frozenset({Stage.WAITING, Stage.RESTARTING, Stage.ENDED})  # no node is asked anything
 _ORDER = {phase: place for place, phase in enumerate(HostPhase)}
 _RANK_ORDER = {state: place for place, state in enumerate(RankState)}
 
@@ -180,8 +237,12 @@ class _Host:
         )
 
     @property
+    def gone(self) -> bool:
+        return self.report.phase is HostPhase.ENDED
+
+    @property
     def over(self) -> bool:
-        return bool(self.lost) or self.report.phase is HostPhase.ENDED
+        return bool(self.lost) or self.gone
 
     @property
     def ranks_gone(self) -> bool:
@@ -217,6 +278,9 @@ class KeptJob:
         self._deadline: float | None = now + GO_S
         self._grace_s = 0.0
         self._killed = False
+        self._successor = ""
+        self._asked = False  # for the next attempt
+        self._watched: dict[NodeId, float] = {}  # witness -> when it answered last
 
     @classmethod
     def resume(cls, record: JobRecord, *, now: float) -> KeptJob:
@@ -228,9 +292,17 @@ class KeptJob:
         job._went = now - record.age_s
         for report in record.reports:
             job._merge(now, job._hosts[report.node], report)
+        if record.state is JobState.RESTARTING:
+            job.failure = record.failure
+            job.stage = Stage.RESTARTING
+            job._deadline = now + RESTART_S
+            job.history.append((now, "resumed", "", job.stage.value, ""))
+            return job
         job.stage = Stage.RUNNING
         job._deadline = None
         job.history.append((now, "resumed", "", job.stage.value, ""))
+        # It may have been watched, and they may count the seconds.
+        job._watched = dict.fromkeys(record.spec.voters[len(record.spec.slots) :], now)
         if record.cause:
             job.cause, job._cancelled = record.cause, True
             job._stop_all(now, Tick(), record.spec.stop_grace_s)
@@ -248,6 +320,8 @@ class KeptJob:
                 return JobState.PENDING
             case Stage.STARTING:
                 return JobState.STARTING
+            case Stage.RESTARTING:
+                return JobState.RESTARTING
             case Stage.ENDED:
                 if self._cancelled:
                     return JobState.CANCELLED
@@ -269,6 +343,7 @@ class KeptJob:
             self.cause,
             now - self._went,
             None if self._ended is None else now - self._ended,
+            self._successor,
         )
 
     def handle(self, now: float, event: Event) -> list[Effect]:
@@ -281,7 +356,7 @@ class KeptJob:
             self._check_report(event.report)
         if self.stage is Stage.ENDED:
             return []
-        before = self._visible()
+        before, was = self._visible(), self.stage
         match event:
             case Go(order):
                 if self.stage is Stage.WAITING:
@@ -304,10 +379,20 @@ class KeptJob:
             case HostRemoved(node):
                 if node in self._hosts and not self._hosts[node].over:
                     self._hosts[node].lost = "was removed from the mesh"
+            case Watched(node):
+                self._watched[node] = now
+            case Restarted(successor):
+                if self.stage is Stage.RESTARTING:
+                    self._successor = successor
+                    self._end(now, event)
+            case NotRestarted(why):
+                if self.stage is Stage.RESTARTING:
+                    self._not_restarted(now, event, why)
             case Tick():
                 pass
         self._judge(now, event)
         effects = self._calls(now)
+        effects += self._about_restart(now, was)
         if self._visible() != before:
             effects.append(RecordChanged(self.record(now)))
         return effects
@@ -317,13 +402,17 @@ class KeptJob:
         if self.stage is Stage.ENDED:
             return None
         times = [] if self._deadline is None else [self._deadline]
-        if self.stage is not Stage.WAITING:
+        if self.stage is Stage.RESTARTING and not self._asked:
+            return self._went  # at once
+        if self.stage not in (Stage.WAITING, Stage.RESTARTING):
             for host in self._hosts.values():
                 if host.over:
                     continue
                 times.append(host.call_at if host.call_until is None else host.call_until)
                 if self._watches(host):
                     times.append(host.heard + HOST_LOST_S)
+        if self.stage in (Stage.STARTING, Stage.RUNNING):
+            times += [at for at in [self._cut_off_at()] if at is not None]
         return min(times)
 
     def check(self) -> None:
@@ -343,10 +432,11 @@ class KeptJob:
                 self._kill(now)
             return
         grace_s = self.spec.stop_grace_s if event.grace_s is None else event.grace_s
-        if self.failure is None:
+        if self.failure is None or self.stage is Stage.RESTARTING:
+            self.failure = None
             self._cancelled = True
             self.cause = f"stopped by {event.by}"
-        if self.stage is Stage.WAITING:
+        if self.stage in (Stage.WAITING, Stage.RESTARTING):
             self._end(now, event)
             return
         self._stop_all(now, event, grace_s)
@@ -417,9 +507,14 @@ class KeptJob:
             if self.failure is not None and self.failure.rank is not None:
                 self.failure = self._rank_cause(now) or self._lost() or self.failure
             if all(host.over for host in hosts) or (self._late(now) and self._killed):
-                self._end(now, event)
+                if self._may_restart():
+                    self._move(now, event, Stage.RESTARTING, now + RESTART_S)
+                else:
+                    self._end(now, event)
             elif self._late(now):
                 self._kill(now)
+        if self.stage is Stage.RESTARTING and self._late(now):
+            self._not_restarted(now, event, f"that took longer than {RESTART_S:g} s")
 
     def _find_failure(self, now: float) -> Failure | None:
         """The failure that explains the others: a rank's cause, a host's problem, a lost peer."""
@@ -430,7 +525,7 @@ class KeptJob:
             if host.report.problem:
                 name = host.slot.name
                 return Failure(None, name, 1, f"node {name}: {host.report.problem}")
-        found = self._lost()
+        found = self._lost() or self._cut_off(now)
         if found is None and self.stage is Stage.STARTING and self._late(now):
             found = self._not_started()
         return found or failure.first_failure(self._ranks(now)) or self._stopped_there()
@@ -449,6 +544,32 @@ class KeptJob:
                 name = host.slot.name
                 return Failure(None, name, 1, f"node lost: {name} {host.lost}")
         return None
+
+    def _cut_off(self, now: float) -> Failure | None:
+        """Most of the voters are elsewhere and silent: they may be about to restart the job."""
+        at = self._cut_off_at()
+        if at is None or now < at:
+            return None
+        name = self.spec.slots[0].name
+        reason = f"cut off from the machines that would restart it for {HOST_LOST_S:g} s"
+        return Failure(None, name, 1, f"node {name}: {reason}")
+
+    def _cut_off_at(self) -> float | None:
+        """When too few voters have been heard for too long; None: they could not do without us."""
+        spec = self.spec
+        witnesses = spec.voters[len(spec.slots) :]
+        needed = majority(spec.voters)
+        if not self._may_be_restarted or len(spec.slots) > 1 or len(witnesses) < needed:
+            return None
+        if not self._watched and not spec.restart:
+            return None  # no witness knows of this job yet
+        # With this node they must be a majority, or the others are one without it.
+        heard = sorted(self._watched.get(node, self._went) for node in witnesses)
+        return heard[-(needed - 1)] + HOST_LOST_S
+
+    @property
+    def _may_be_restarted(self) -> bool:
+        return self.spec.restart < self.spec.restarts
 
     def _stopped_there(self) -> Failure | None:
         """A host ended its ranks though nobody asked, and they did not fail by themselves."""
@@ -483,7 +604,7 @@ class KeptJob:
         """Make the calls that are due, one in flight per host."""
         effects: list[Effect] = []
         for host in self._hosts.values():
-            if self.stage in (Stage.WAITING, Stage.ENDED) or host.over:
+            if self.stage in _QUIET or host.over:
                 continue
             if host.call_until is not None and now >= host.call_until:
                 host.call_until = None
@@ -500,6 +621,13 @@ class KeptJob:
             else:
                 effects.append(RenewHost(node))
         return effects
+
+    def _about_restart(self, now: float, was: Stage) -> list[Effect]:
+        if self.stage is Stage.RESTARTING and not self._asked:
+            self._asked = True
+            return [Restart(self._gone_after_s(now))]
+        ended = was is Stage.RESTARTING and self.stage is Stage.ENDED
+        return [GiveUpRestart()] if ended and not self._successor else []
 
     def _stop_all(self, now: float, event: Event, grace_s: float) -> None:
         self._grace_s = grace_s
@@ -518,6 +646,20 @@ class KeptJob:
             host.call_until = None
             host.call_at = now
 
+    def _may_restart(self) -> bool:
+        return self.failure is not None and not self._cancelled and self._may_be_restarted
+
+    def _gone_after_s(self, now: float) -> float:
+        """How long ranks may be left on nodes that did not say that theirs are gone."""
+        silent = (host.heard for host in self._hosts.values() if not host.gone)
+        return max((max(0.0, heard + GONE_S - now) for heard in silent), default=0.0)
+
+    def _not_restarted(self, now: float, event: Event, why: str) -> None:
+        assert self.failure is not None
+        reason = f"{self.failure.reason}; not restarted: {why}"
+        self.failure = replace(self.failure, reason=reason)
+        self._end(now, event)
+
     def _end(self, now: float, event: Event) -> None:
         self._ended = now
         self._move(now, event, Stage.ENDED, None)
@@ -526,7 +668,7 @@ class KeptJob:
 
     def _watches(self, host: _Host) -> bool:
         """Silence counts only where ranks run, or may run: anywhere that answered since go."""
-        if host.over or self.stage is Stage.WAITING:
+        if host.over or self.stage in _QUIET:
             return False
         return self.stage is not Stage.STARTING or host.heard > self._went
 

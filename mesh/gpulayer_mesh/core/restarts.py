@@ -43,6 +43,7 @@ class Change:
     restart: Annotated[int, Meta(ge=1, le=RESTARTS_MAX)]
     slots: Annotated[tuple[Slot, ...], Meta(min_length=1, max_length=1024)]
     voters: Annotated[tuple[NodeId, ...], Meta(min_length=1, max_length=VOTERS_MAX)]
+    attempt: Annotated[int, Meta(ge=0, le=2**31)] = 0  # which try of its author; see `JobSpec`
 
 
 def attempt_id(origin: str, restart: int) -> str:
@@ -68,7 +69,7 @@ def next_spec(previous: JobSpec, change: Change) -> JobSpec:
         restart=change.restart,
         slots=change.slots,
         voters=change.voters,
-        attempt=0,
+        attempt=change.attempt,
     )
 
 

@@ -1,0 +1,74 @@
+"""Members and snapshots of pretended meshes."""
+
+from __future__ import annotations
+
+from gpulayer_mesh.core.types import (
+    Accelerator,
+    Capabilities,
+    Device,
+    MemberSnapshot,
+    NodeState,
+    Role,
+    Snapshot,
+    TorchAbilities,
+)
+from job_cases import node
+
+CPU, CUDA = Accelerator.CPU, Accelerator.CUDA
+
+
+def caps(
+    gpus: int = 0,
+    *,
+    kind: Accelerator = CUDA,
+    cpus: int = 8,
+    torch: str | None = "2.13.0+cpu",
+    python: str = "3.11.7",
+    os: str = "Linux 6.8 x86_64",
+    model: str = "RTX 3070",
+    free_mib: int = 8000,
+    busy: tuple[int, ...] = (),
+    links: tuple[tuple[str, ...], ...] = (),
+) -> Capabilities:
+    devices = tuple(
+        Device(
+            kind,
+            i,
+            model,
+            f"GPU-{i}",
+            8192,
+            free_mib,
+            int(i in busy),
+            links[i] if i < len(links) else (),
+        )
+        for i in range(gpus)
+    )
+    abilities = (CPU, kind) if gpus else (CPU,)
+    return Capabilities(
+        cpus,
+        32000,
+        16000,
+        100_000,
+        os,
+        python,
+        "0.1.0",
+        None if torch is None else TorchAbilities(torch, abilities, ("gloo",)),
+        devices,
+    )
+
+
+def member(name: str, have: Capabilities | None = None, **fields: object) -> MemberSnapshot:
+    number = sum(ord(char) * 31**place for place, char in enumerate(name))
+    known: dict[str, object] = {
+        "node": node(number),
+        "name": name,
+        "roles": (Role.WORKER,),
+        "state": NodeState.ALIVE,
+        "rtt_ms": 1.0,
+        "caps": have or caps(),
+    }
+    return MemberSnapshot(**(known | fields))  # type: ignore[arg-type]
+
+
+def mesh(*members: MemberSnapshot) -> Snapshot:
+    return Snapshot("a" * 64, "", 1, members)
