@@ -9,25 +9,19 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import re
-import sys
-import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import psutil
 import pytest
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from gpulayer_mesh.core import certificates, roster, wire
+from boxes import CHUNK, CONTENT, JOB, MANIFEST, ORDER, WAITS, Box, Mesh
 from gpulayer_mesh.core import job as keeping
+from gpulayer_mesh.core import wire
 from gpulayer_mesh.core.jobspec import (
-    GoOrder,
     HostPhase,
     HostReport,
-    JobKind,
     JobRecord,
     JobSpec,
     JobState,
@@ -35,12 +29,7 @@ from gpulayer_mesh.core.jobspec import (
     RankStatus,
     Slot,
 )
-from gpulayer_mesh.core.lease import Reservations
-from gpulayer_mesh.core.logrecord import RecordParser
-from gpulayer_mesh.core.manifest import Entry, Manifest, pack_manifest
-from gpulayer_mesh.core.roster import Roster, RosterBook
-from gpulayer_mesh.core.tickets import Ticket
-from gpulayer_mesh.core.types import Accelerator, Addresses, NodeId, Role
+from gpulayer_mesh.core.manifest import Manifest, pack_manifest
 from gpulayer_mesh.errors import (
     GpuLayerError,
     NotAllowedError,
@@ -50,260 +39,10 @@ from gpulayer_mesh.errors import (
     TransportError,
 )
 from gpulayer_mesh.runtime import hosting
-from gpulayer_mesh.runtime.door import DoorRequest, Route, Stream
-from gpulayer_mesh.runtime.hosting import JobHost, Site
-from gpulayer_mesh.runtime.jobdoor import JobDoor
-from gpulayer_mesh.runtime.preflight import FreePorts
-from gpulayer_mesh.runtime.shims import ShimRunner
-from gpulayer_mesh.runtime.store import ChunkStore
+from gpulayer_mesh.runtime.door import Stream
 from shim_jobs import eventually
 
 pytestmark = pytest.mark.network  # FreePorts binds
-
-JOB = "0123456789"
-CONTENT = b"shipped\n"
-CHUNK = hashlib.sha256(CONTENT).digest()
-MANIFEST, MANIFEST_SHA = pack_manifest(
-    Manifest((Entry("a.txt", size=len(CONTENT), sha256=CHUNK, chunks=(CHUNK,)),))
-)
-ORDER = GoOrder("127.0.0.1", 29400, ("127.0.0.1", "127.0.0.1"))
-WAITS = """
-import os, time
-print("up", flush=True)
-while not os.path.exists("finish"):
-    time.sleep(0.02)
-open(os.environ["GPULAYER_OUT"] + "/loss:0.3.txt", "w").write("done")
-"""
-ROLES = {
-    "laptop": (Role.LAUNCHER,),
-    "box-0": (Role.WORKER,),
-    "box-1": (Role.WORKER,),
-    "box-2": (Role.WORKER,),
-    "boss": (Role.ADMIN,),
-    "other": (Role.WORKER, Role.LAUNCHER),
-}
-
-
-class Mesh:
-    """Members by name, their keys, and the boxes that run."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.keys = {name: Ed25519PrivateKey.generate() for name in ROLES}
-        self.ca = Ed25519PrivateKey.generate()
-        self.boxes: dict[NodeId, Box] = {}
-        entries = tuple(
-            roster.entry(key.public_key().public_bytes_raw(), name, ROLES[name])
-            for name, key in self.keys.items()
-        )
-        self.roster = Roster(certificates.id_of(self.ca), 1, entries)
-
-    def node(self, name: str) -> NodeId:
-        return certificates.id_of(self.keys[name])
-
-    def book(self) -> RosterBook:
-        return RosterBook(self.ca.public_key(), roster.seal_roster(self.ca, self.roster))
-
-    def remove(self, name: str) -> None:
-        """Every running box learns of it."""
-        self.roster = roster.without_member(self.roster, self.node(name))
-        for box in self.boxes.values():
-            box.book.offer(roster.seal_roster(self.ca, self.roster))
-
-    def spec(self, *names: str, code: str = "", **fields: object) -> JobSpec:
-        known: dict[str, object] = {
-            "id": JOB,
-            "kind": JobKind.COMMAND,
-            "name": "train.py",
-            "submitter": self.node("laptop"),
-            "submitter_name": "laptop",
-            "submitted_at": 1_700_000_000.0,
-            "argv": (b"-c", code.encode()),
-            "python": True,
-            "cwd": "",
-            "env": {},
-            "accelerator": Accelerator.CPU,
-            "slots": tuple(Slot(self.node(name), name, 1) for name in names or ("box-0",)),
-            "manifest": MANIFEST_SHA,
-            "bundle_bytes": len(CONTENT),
-            "stop_grace_s": 2.0,
-        }
-        return JobSpec(**(known | fields))  # type: ignore[arg-type]
-
-    def ticket(self, number: int = 1, job: str = JOB, by: str = "laptop") -> Ticket:
-        return Ticket(number, job, self.node(by), by, "train.py", "1 node")
-
-    def sign(self, spec: JobSpec, by: str = "laptop", **fields: Any) -> bytes:
-        known = {
-            "kind": "job",
-            "mesh": self.roster.mesh,
-            "sender": self.node(by),
-            "audience": spec.id,
-        }
-        return wire.seal(self.keys[by], body=spec, **(known | fields))
-
-    async def start(self, *names: str, **fields: Any) -> list[Box]:
-        boxes = [Box(self, name, **fields) for name in names]
-        for box in boxes:
-            await box.start()
-        return boxes
-
-    async def stage(self, spec: JobSpec, to: HostPhase = HostPhase.STAGED) -> None:
-        """Bring a job on all its boxes as far as this, as the launcher does."""
-        for slot in spec.slots:
-            box = self.boxes[slot.node]
-            await box.ask("laptop", "POST", "reserve", {"spec": self.sign(spec)})
-            if to is HostPhase.RESERVED:
-                continue
-            await box.ask("laptop", "POST", "manifest", raw=MANIFEST)
-            if to is HostPhase.STAGING:
-                continue
-            await box.ask("laptop", "PUT", f"/v1/chunks/{CHUNK.hex()}", raw=CONTENT, job=JOB)
-            source = {"node": slot.node, "addresses": []}
-            await box.ask("laptop", "POST", "stage", {"sources": [source], "owners": [0]})
-
-
-class Box:
-    """One agent's jobs, reached as through its door."""
-
-    def __init__(self, mesh: Mesh, name: str, *, cpus: int = 4) -> None:
-        self.mesh = mesh
-        self.name = name
-        self.node = mesh.node(name)
-        self.home = mesh.folder / name
-        self.home.mkdir(exist_ok=True)
-        self.book = mesh.book()
-        self.calls: list[tuple[str, str]] = []  # (node's name, path)
-        self.unreachable: set[str] = set()
-        self.shims = ShimRunner()
-        self.reservations = Reservations(name, cpus=cpus)
-        self.host = JobHost(
-            Site(
-                node=self.node,
-                name=name,
-                home=self.home,
-                python=sys.executable,
-                environ={"PATH": "/usr/bin:/bin"},
-                book=self.book,
-                reservations=self.reservations,
-                store=ChunkStore(self.home / "chunks"),
-                shims=self.shims,
-                call=self.call,
-                devices=lambda: (),
-                interface_for=lambda hosts: None,
-                changed=lambda: None,
-            )
-        )
-        self.door = JobDoor(
-            self.host,
-            ports=FreePorts(),
-            missing_imports=self._missing_imports,
-            open_preflight=self._open_preflight,
-            check_preflight=self._check_preflight,
-        )
-
-    async def start(self) -> None:
-        self.mesh.boxes[self.node] = self
-        self.host.adopt()
-        self._running = asyncio.create_task(self.host.run())
-
-    async def crash(self) -> None:
-        """End this agent without a word; its shims live on."""
-        self._running.cancel()
-        await asyncio.gather(self._running, return_exceptions=True)
-        del self.mesh.boxes[self.node]
-
-    async def restart(self) -> Box:
-        await self.crash()
-        (box,) = await self.mesh.start(self.name)
-        return box
-
-    async def close(self) -> None:
-        await self.crash()
-        for folder in (self.home / "jobs").glob("*/"):
-            self.shims.kill(folder)
-            await eventually(lambda folder=folder: not self.shims.alive(folder))
-
-    async def ask(
-        self,
-        who: str,
-        method: str,
-        path: str,
-        body: object = None,
-        /,
-        *,
-        raw: bytes | None = None,
-        **query: str,
-    ) -> Any:
-        """One request; a path without a slash in front is one of the job."""
-        path = path if path.startswith("/") else f"/v1/jobs/{JOB}/{path}".rstrip("/")
-        route, params = self._route(method, path)
-        peer = self.mesh.node(who)
-        roles = self.book.roles(peer)
-        if route.allow is not None and route.allow not in roles:
-            raise NotAllowedError("the door lets only some roles in")
-        data = wire.pack({} if body is None else body) if raw is None else raw
-        assert len(data) <= route.max_body
-        return await route.handler(DoorRequest(peer, roles, params, query, data))
-
-    def _route(self, method: str, path: str) -> tuple[Route, Mapping[str, str]]:
-        for route in self.door.routes():
-            match = re.fullmatch(re.sub(r"{(\w+)}", r"(?P<\1>[^/]+)", route.path), path)
-            if match and route.method == method:
-                return route, match.groupdict()
-        raise AssertionError(f"no route {method} {path}")
-
-    async def call(
-        self,
-        node: NodeId,
-        method: str,
-        path: str,
-        body: bytes = b"",
-        *,
-        addresses: Addresses = (),
-        deadline_s: float = 10.0,
-    ) -> bytes:
-        """`PeerCall` to the other boxes of the test."""
-        name = next(name for name in ROLES if self.mesh.node(name) == node)
-        self.calls.append((name, path))
-        if name in self.unreachable or node not in self.mesh.boxes:
-            raise TransportError(f"{name} cannot be reached")
-        path, _, query = path.partition("?")
-        pairs = dict(pair.split("=") for pair in query.split("&") if pair)
-        answer = await self.mesh.boxes[node].ask(self.name, method, path, raw=body, **pairs)
-        return answer if isinstance(answer, bytes) else wire.pack(answer)
-
-    async def _missing_imports(self, names: object) -> list[str]:
-        return []
-
-    async def _open_preflight(self) -> tuple[int, bytes]:
-        return 1, b"nonce"
-
-    async def _check_preflight(self, targets: object) -> list[object]:
-        return []
-
-    def phase(self) -> HostPhase:
-        return self.host.jobs[JOB].machine.phase
-
-    def state(self) -> JobState:
-        return self.host.jobs[JOB].current_record().state
-
-    def seen(self) -> object:
-        """What a refused request must not change."""
-        one = self.host.jobs.get(JOB)
-        papers = sorted(str(path) for path in (self.home / "jobs").rglob("*"))
-        known = one and (one.report(), one.record, one.kept, one.manifest)
-        tickets = self.host.tickets.all(time.monotonic())
-        return known, papers, self.reservations.grants, tickets
-
-    @property
-    def work(self) -> Path:
-        return self.home / "jobs" / JOB / "work"
-
-    async def log(self, *, follow: bool = True) -> bytes:
-        stream = await self.ask("other", "GET", "logs", follow="1" if follow else "0")
-        parser = RecordParser()
-        return b"".join([r.data for b in [p async for p in stream.pieces] for r in parser.feed(b)])
 
 
 @pytest.fixture
@@ -451,6 +190,8 @@ RIGHTS = {
     "POST reserve": {"laptop"},
     "POST release": {"laptop"},
     "POST manifest": {"laptop"},
+    "GET manifest": set(),
+    "POST restore": {"laptop"},
     f"PUT /v1/chunks/{CHUNK.hex()}": {"laptop"},
     f"GET chunks/{CHUNK.hex()}": JOBS,
     "POST stage": {"laptop"},
@@ -512,7 +253,7 @@ async def test_unknown_job_is_not_found(mesh: Mesh) -> None:
     made = {f"POST /v1/tickets/{JOB}", f"POST /v1/tickets/{JOB}/drop", "POST reserve"}
     for request_ in RIGHTS.keys() - {"GET /v1/jobs", "GET /v1/tickets"} - made:
         method, path = request_.split(" ")
-        who = sorted(RIGHTS[request_])[-1]
+        who = max(RIGHTS[request_], default="other")
         with pytest.raises(NotFoundError):
             await box.ask(who, method, path, job=JOB)
 

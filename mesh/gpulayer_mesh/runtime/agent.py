@@ -40,6 +40,7 @@ from gpulayer_mesh.runtime import footprint, preflight
 from gpulayer_mesh.runtime import identity as identities
 from gpulayer_mesh.runtime import interfaces as nics
 from gpulayer_mesh.runtime.capabilities import Machine
+from gpulayer_mesh.runtime.copies import Copies
 from gpulayer_mesh.runtime.dial import Dialer
 from gpulayer_mesh.runtime.discovery import Discovery, mesh_tag
 from gpulayer_mesh.runtime.door import Door, DoorRequest, Route
@@ -47,8 +48,11 @@ from gpulayer_mesh.runtime.gossip import Gossip
 from gpulayer_mesh.runtime.gpus import Gpus, load_nvml
 from gpulayer_mesh.runtime.hosting import JobHost, Site
 from gpulayer_mesh.runtime.jobdoor import JobDoor
+from gpulayer_mesh.runtime.livejob import open_signed
 from gpulayer_mesh.runtime.packets import PacketPort
 from gpulayer_mesh.runtime.peers import ADDRESSES_MAX, Peers
+from gpulayer_mesh.runtime.restarts import Means, Restarts
+from gpulayer_mesh.runtime.restoring import Restoring
 from gpulayer_mesh.runtime.servicedoor import ServiceDoor
 from gpulayer_mesh.runtime.shims import ShimRunner
 from gpulayer_mesh.runtime.startup import claim_port, enter_mesh, only_agent
@@ -165,8 +169,11 @@ class Agent:
         )
         stack.push_async_callback(self.gossip.close)
         self.gossip.post(swim.RosterChanged(frozenset(self.book.members)))
-        self.jobs = JobHost(self._site())
+        self.jobs = self._job_host()
+        stack.push_async_callback(self.copies.close)
+        stack.push_async_callback(self.restarts.close)
         self.jobs.adopt()  # before the door opens: what runs here is not free
+        self.restarts.adopt()
         services = ServiceDoor(self.jobs)
         stack.push_async_callback(services.close)
         self.door = Door(
@@ -178,6 +185,8 @@ class Agent:
                 Route("GET", "/v1/snapshot", self.snapshot),
                 *self.gossip.routes(),
                 *self._job_door().routes(),
+                *self.copies.routes(),
+                *self.restarts.routes(),
                 *services.routes(),
             ],
             on_roster=self._roster_presented,
@@ -236,6 +245,30 @@ class Agent:
             changed=self._grants_changed,
         )
 
+    def _job_host(self) -> JobHost:
+        site = self._site()
+        self.copies = Copies(
+            self.home / "copies",
+            node=self.node,
+            store=site.store,
+            call=self.peers.call,
+            stream=self.peers.stream,
+            open_spec=lambda chain: open_signed(chain, self.book).spec,
+            may_read=lambda job, peer, roles: self.restarts.may_read(job, peer, roles),
+        )
+        means = Means(
+            key=self.identity.key,
+            copies=self.copies,
+            snapshot=self._snapshot,
+            addresses=self._addresses_of,
+        )
+
+        def restarting(host: JobHost) -> Restarts:
+            self.restarts = Restarts(host, means)
+            return self.restarts
+
+        return JobHost(site, restarting)
+
     def _job_door(self) -> JobDoor:
         return JobDoor(
             self.jobs,
@@ -243,6 +276,16 @@ class Agent:
             missing_imports=self.machine.missing_imports,
             open_preflight=self._open_preflight,
             check_preflight=_check_preflight,
+            restoring=Restoring(
+                node=self.node,
+                stream=self.peers.stream,
+                open_live=lambda job, area, rank, path: ChunkStore.open_output(
+                    self.home / "jobs" / job, area, rank, path
+                ),
+                open_held=self.copies.open_held,
+            ),
+            may_read=self.restarts.may_read,
+            stop_restart=self.restarts.stop,
         )
 
     # --- roster ----------------------------------------------------------------------------------
@@ -281,6 +324,10 @@ class Agent:
             for address in nics.announce_addresses(self.watch.current, self.port, bind)
         ]
         return tuple(dict.fromkeys(found))[:ADDRESSES_MAX]
+
+    def _addresses_of(self, node: NodeId) -> Addresses:
+        mine = node == self.node
+        return self._addresses() if mine else self.peers.addresses(node)[:ADDRESSES_MAX]
 
     def _uses_multicast(self) -> bool:
         return not self.config.bind or any(not _is_loopback(host) for host in self.config.bind)
@@ -356,6 +403,9 @@ class Agent:
 
     async def snapshot(self, request: DoorRequest) -> Snapshot:
         """What this agent believes of the mesh."""
+        return self._snapshot()
+
+    def _snapshot(self) -> Snapshot:
         return Snapshot(
             self.book.mesh,
             self.node,
@@ -377,7 +427,7 @@ class Agent:
             roles=entry.roles,
             state=view.state,
             zone=view.record.zone,
-            addresses=self._addresses() if mine else self.peers.addresses(node)[:ADDRESSES_MAX],
+            addresses=self._addresses_of(node),
             incarnation=view.record.incarnation,
             since_s=now - view.since,
             heard_s=0.0 if mine else None if view.heard is None else now - view.heard,

@@ -331,6 +331,14 @@ class Copies:
         one = self._jobs.get(job)
         return one.spec if one else None
 
+    def age_s(self, job: str) -> float:
+        """Return for how long nothing has changed in what is held, by the wall clock."""
+        one = self._jobs.get(job)
+        try:
+            return time.time() - one.folder.stat().st_mtime if one else 0.0
+        except FileNotFoundError:
+            return 0.0
+
     def held(self, job: str) -> tuple[HeldSlot, ...]:
         """Return what is held of an attempt: per slot, the newest complete list."""
         one = self._jobs.get(job)

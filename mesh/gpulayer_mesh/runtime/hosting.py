@@ -14,10 +14,10 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import assert_never
+from typing import Protocol, assert_never
 
 from gpulayer_mesh.core import hosted, job, retention, wire
 from gpulayer_mesh.core.jobspec import (
@@ -43,7 +43,7 @@ from gpulayer_mesh.errors import (
     RemoteProtocolError,
 )
 from gpulayer_mesh.runtime.background import Background
-from gpulayer_mesh.runtime.livejob import JobFolder, LiveJob, open_spec, slot_of
+from gpulayer_mesh.runtime.livejob import JobFolder, LiveJob, Signed, open_signed, slot_of
 from gpulayer_mesh.runtime.peers import PeerCall
 from gpulayer_mesh.runtime.shims import RankCommand, ShimConfig, ShimRunner
 from gpulayer_mesh.runtime.store import ChunkStore
@@ -76,11 +76,46 @@ class Site:
     changed: Callable[[], None]  # grants changed: tell the mesh
 
 
-class JobHost:
-    """All jobs of one agent. `adopt` comes first; then `run`, and the rest may be called."""
+class Restarting(Protocol):
+    """What sees to the next attempts of jobs that may be restarted."""
 
-    def __init__(self, site: Site) -> None:
+    def part_began(self, one: LiveJob) -> None:
+        """Ranks run here."""
+
+    def part_ended(self, one: LiveJob) -> None: ...
+
+    def begin(self, one: LiveJob, after_s: float) -> None:
+        """Start the next attempt, as the keeper; as `job.Restart`."""
+
+    def give_up(self, one: LiveJob) -> None:
+        """Nobody wants it any more."""
+
+    def stand_in(self, one: LiveJob) -> None:
+        """See to it in the keeper's place, which fell silent."""
+
+    def job_over(self, one: LiveJob, record: JobRecord) -> None:
+        """A job that was kept here has ended for good, or another attempt follows it."""
+
+    def superseded(self, spec: JobSpec) -> bool:
+        """Whether this node agreed to a later attempt, so that it takes no part in this one."""
+
+    def chunks(self) -> Collection[bytes]:
+        """What of the store is needed for next attempts."""
+
+    def forget(self, old: Collection[str]) -> None:
+        """These jobs are forgotten; what else is too old may go as well."""
+
+
+class JobHost:
+    """All jobs of one agent. `adopt` comes first; then `run`, and the rest may be called.
+
+    Args:
+        restarting: made of the host.
+    """
+
+    def __init__(self, site: Site, restarting: Callable[[JobHost], Restarting]) -> None:
         self.site = site
+        self._restarting = restarting(self)
         self.jobs: dict[str, LiveJob] = {}  # read only for others
         self.tickets = Tickets(site.name)  # read only for others
         self._queue_file = site.home / "queue"
@@ -158,7 +193,7 @@ class JobHost:
         except OSError as e:
             log.warning("who waits here cannot be written: %s", e)
 
-    def reserve(self, spec: JobSpec, signed: bytes, slot_index: int) -> LiveJob:
+    def reserve(self, attempt: Signed, slot_index: int) -> LiveJob:
         """Grant what a checked job asks of this node; asking again only renews.
 
         Raises:
@@ -166,17 +201,21 @@ class JobHost:
             RemoteProtocolError: the job was here before.
             GpuLayerError: the disk refuses.
         """
+        spec = attempt.spec
         known = self.jobs.get(spec.id)
-        if known is not None and known.signed == signed and not known.ended:
+        if known is not None and known.attempt.chain == attempt.chain and not known.ended:
             self.touch(known)
             return known
         now = time.monotonic()
         if known is not None:
-            newer = spec.attempt > known.spec.attempt and spec.submitter == known.spec.submitter
+            newer = spec.attempt > known.spec.attempt and attempt.signer == known.starter
             if known.machine.phase is not HostPhase.RESERVED or not newer:
                 raise RemoteProtocolError(f"job {spec.id} was here before")
             self.release(known)  # of a try whose launcher could not take it back
-        self.tickets.admit(now, spec.id, spec.submitter)
+        if self._restarting.superseded(spec):
+            raise RemoteProtocolError(f"{self.site.name} agreed to an attempt after {spec.id}")
+        if not spec.restart:  # which had its turn
+            self.tickets.admit(now, spec.id, spec.submitter)
         live = sum(not one.ended for one in self.jobs.values())
         if live >= JOBS_LIVE_MAX:
             reason = f"holds {live} jobs already"
@@ -194,13 +233,14 @@ class JobHost:
             busy=busy,
         )
         try:
-            folder = JobFolder.create(self.site.home / "jobs" / spec.id, signed)
+            folder = JobFolder.create(self.site.home / "jobs" / spec.id, attempt.chain)
         except GpuLayerError:
             self.site.reservations.release(spec.id)
             raise
         machine = hosted.HostedJob(spec, slot_index, now=now)
         record = JobRecord(spec, JobState.PLACING, spec.slots[0].node)
-        one = self.jobs[spec.id] = LiveJob(spec, signed, slot_index, folder, machine, record)
+        one = LiveJob(attempt, slot_index, folder, machine, record)
+        self.jobs[spec.id] = one
         self._prune()
         self._wake.set()
         self.site.changed()
@@ -236,6 +276,9 @@ class JobHost:
         for effect in one.machine.handle(time.monotonic(), event):
             match effect:
                 case hosted.StartShim(order):
+                    if one.may_be_restarted:
+                        self._remember_secrets(one, order)
+                        self._restarting.part_began(one)
                     self._background.spawn(self._run_shim(one, order))
                 case hosted.StopShim(grace_s):
                     self.site.shims.stop(one.path, grace_s)
@@ -246,6 +289,7 @@ class JobHost:
                 case hosted.FreeGrant():
                     self.site.reservations.release(one.spec.id)
                     self.site.changed()
+                    self._restarting.part_ended(one)
                     if one.machine.keeper_lost:
                         self._keeper_lost(one, one.machine.problem)
                     elif one.kept is None and any(
@@ -270,20 +314,30 @@ class JobHost:
         self.jobs.pop(one.spec.id, None)
         shutil.rmtree(one.path, ignore_errors=True)  # one small file
 
+    def _remember_secrets(self, one: LiveJob, order: GoOrder) -> None:
+        """Keep what the next attempt's ranks need, in memory only."""
+        one.secrets = order.secrets
+        if order.secrets:
+            with contextlib.suppress(OSError):  # then a later agent takes the job for one without
+                one.folder.note_secrets()
+
     def _keeper_lost(self, one: LiveJob, why: str) -> None:
         """Answer viewers in the keeper's place: rank 0 is gone, so the job has failed.
 
         Should the keeper come back, its own word replaces this one.
         """
         name = one.spec.slots[0].name
+        restarts = one.may_be_restarted
         record = replace(
             one.current_record(),
-            state=JobState.FAILED,
+            state=JobState.RESTARTING if restarts else JobState.FAILED,
             failure=Failure(None, name, 1, f"node of rank 0 lost: {why}"),
-            ended_age_s=0.0,
+            ended_age_s=None if restarts else 0.0,
         )
         log.warning("job %s: %s", one.spec.id, why)
         self.take_record(one, record)
+        if restarts:
+            self._restarting.stand_in(one)
 
     async def _await_word(self, one: LiveJob) -> None:
         """Ask the keeper how the job ended, which asks nothing more of a part that is over.
@@ -324,11 +378,16 @@ class JobHost:
                     body = {"grace_s": grace_s, "kill": kill}
                     stop = hosted.Stop(grace_s, kill)
                     self._background.spawn(self._ask(one, node, "halt", body, stop))
+                case job.Restart(after_s):
+                    self._restarting.begin(one, after_s)
+                case job.GiveUpRestart():
+                    self._restarting.give_up(one)
                 case job.RecordChanged(record):
                     if one.record.state is not record.state:
                         log.info("job %s: %s", one.spec.id, record.state)
                     self.take_record(one, record)
                     if record.state in OVER:
+                        self._restarting.job_over(one, record)
                         self._background.spawn(self._tell_end(one))
                 case _:
                     assert_never(effect)
@@ -471,8 +530,8 @@ class JobHost:
 
     def _adopt(self, folder: JobFolder) -> None:
         """Take over one job: running where its shim lives, else as history."""
-        signed = folder.signed_spec()
-        spec = open_spec(signed, self.site.book)
+        attempt = open_signed(folder.signed_spec(), self.site.book)
+        spec = attempt.spec
         index = slot_of(spec, self.site.node)
         manifest = folder.manifest(spec)
         if manifest is None and folder.record() is None:  # as in `_drop_reservation`
@@ -487,7 +546,8 @@ class JobHost:
         else:
             machine = hosted.HostedJob(spec, index, now=now)
             machine.handle(now, hosted.StageFailed("its agent was started anew before the job"))
-        one = self.jobs[spec.id] = LiveJob(spec, signed, index, folder, machine, record)
+        one = LiveJob(attempt, index, folder, machine, record)
+        self.jobs[spec.id] = one
         one.recorded = now - folder.record_age_s()
         one.begun.set()
         if manifest is not None:
@@ -497,10 +557,14 @@ class JobHost:
             grant = Grant(spec.id, slot.processes, slot.devices, spec.submitter_name)
             self.site.reservations.adopt(grant)
             self._background.spawn(self._watch_shim(one))
+            if one.may_be_restarted:
+                self._restarting.part_began(one)
         if record.state in OVER:
             return
         if one.keeper == self.site.node and record.state is not JobState.PLACING:
             one.kept = job.KeptJob.resume(record, now=now)
+        elif record.state is JobState.RESTARTING:
+            self._restarting.stand_in(one)
         elif not adopted:
             placing = record.state is JobState.PLACING
             self._cancelled(one, "not started" if placing else "agent was away")
@@ -513,12 +577,15 @@ class JobHost:
 
     def _prune(self) -> None:
         """Forget what is too old, and where the disk is too full, the oldest."""
-        for ident in retention.outdated(self._finished()):
+        old = retention.outdated(self._finished())
+        for ident in old:
             self._forget(ident)
+        self._restarting.forget(old)
         usage = shutil.disk_usage(self.site.home)
         if usage.used > retention.FULL * usage.total:
             self._background.spawn(self._make_room(usage.used, usage.total))
         keep = {chunk for one in self.jobs.values() for chunk in one.chunks}
+        keep.update(self._restarting.chunks())
         self._background.spawn(asyncio.to_thread(self.site.store.prune, keep=keep))
 
     def _finished(self) -> list[retention.Finished]:
@@ -539,6 +606,7 @@ class JobHost:
             log.info("the disk is %.0f %% full: %d old jobs go", 100 * used / total, len(gone))
         for ident in gone:
             self._forget(ident)
+        self._restarting.forget(gone)
 
     def _forget(self, ident: str) -> None:
         one = self.jobs.pop(ident, None)

@@ -17,16 +17,18 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from gpulayer_mesh.core import hosted, job, wire
+from gpulayer_mesh.core.copies import ranks_of
 from gpulayer_mesh.core.jobspec import (
     GoOrder,
     HostPhase,
     HostReport,
     JobId,
     JobRecord,
-    JobSpec,
     Outputs,
 )
 from gpulayer_mesh.core.manifest import CHUNK_BYTES, check_path, open_manifest
+from gpulayer_mesh.core.restoring import RestoreOrder
+from gpulayer_mesh.core.roster import RosterBook
 from gpulayer_mesh.core.tickets import Standing, Ticket
 from gpulayer_mesh.core.types import NodeId, Role
 from gpulayer_mesh.errors import (
@@ -38,8 +40,9 @@ from gpulayer_mesh.errors import (
 )
 from gpulayer_mesh.runtime.door import DoorRequest, Route, Stream
 from gpulayer_mesh.runtime.hosting import BEFORE_START, JobHost
-from gpulayer_mesh.runtime.livejob import LiveJob, open_spec, slot_of
+from gpulayer_mesh.runtime.livejob import CHAIN_MAX, LiveJob, Signed, open_signed, slot_of
 from gpulayer_mesh.runtime.preflight import FreePorts
+from gpulayer_mesh.runtime.restoring import Restoring
 from gpulayer_mesh.runtime.staging import CHUNK_WAIT_S, StageOrder, Staging
 
 FILE_PIECE_BYTES = 256 * 1024  # of an output file per write: bounded memory, few wake-ups
@@ -70,6 +73,9 @@ class JobDoor:
         missing_imports: which of these modules the ranks' interpreter does not have.
         open_preflight: open a listener; its port and nonce.
         check_preflight: connect to other nodes' listeners.
+        restoring: brings what the attempt before has made.
+        may_read: whether a member may see what a job has made: id, member, its roles.
+        stop_restart: give up the next attempt of a job whose keeper is lost; whether there was one.
     """
 
     def __init__(
@@ -80,6 +86,9 @@ class JobDoor:
         missing_imports: Callable[[Iterable[str]], Awaitable[list[str]]],
         open_preflight: Callable[[], Awaitable[tuple[int, bytes]]],
         check_preflight: Callable[[Any], Awaitable[Any]],
+        restoring: Restoring,
+        may_read: Callable[[str, NodeId, tuple[Role, ...]], bool],
+        stop_restart: Callable[[LiveJob, str], Awaitable[bool]],
     ) -> None:
         self._host = host
         self._site = host.site
@@ -87,8 +96,13 @@ class JobDoor:
         self._missing_imports = missing_imports
         self._open_preflight = open_preflight
         self._check_preflight = check_preflight
+        self._restoring = restoring
+        self._may_read = may_read
+        self._stop_restart = stop_restart
 
     def routes(self) -> list[Route]:
+        # What prepares a job needs no role of its own: a restart is started by one of its nodes.
+        # The handlers let in who signed the attempt.
         one, launcher = "/v1/jobs/{id}", Role.LAUNCHER
         large, order = wire.BODY_MAX, wire.SPEC_MAX + 1024
         return [
@@ -98,16 +112,18 @@ class JobDoor:
             Route("POST", "/v1/tickets/{id}/stop", self.stop_ticket, None, TICKET_BYTES),
             Route("GET", "/v1/jobs", self.list_jobs),
             Route("GET", one, self.get_job),
-            Route("POST", one + "/reserve", self.reserve, launcher, order),
-            Route("POST", one + "/release", self.release, launcher),
-            Route("POST", one + "/manifest", self.manifest, launcher, large),
-            Route("PUT", "/v1/chunks/{hash}", self.put_chunk, launcher, CHUNK_BYTES),
+            Route("POST", one + "/reserve", self.reserve, None, CHAIN_MAX + 1024),
+            Route("POST", one + "/release", self.release),
+            Route("POST", one + "/manifest", self.manifest, None, large),
+            Route("GET", one + "/manifest", self.get_manifest),
+            Route("PUT", "/v1/chunks/{hash}", self.put_chunk, None, CHUNK_BYTES),
             Route("GET", one + "/chunks/{hash}", self.get_chunk),
-            Route("POST", one + "/stage", self.stage, launcher, large),
-            Route("POST", one + "/preflight/open", self.preflight_open, launcher),
-            Route("POST", one + "/preflight/check", self.preflight_check, launcher),
-            Route("POST", one + "/port", self.free_port, launcher),
-            Route("POST", one + "/go", self.go, launcher, order),
+            Route("POST", one + "/stage", self.stage, None, large),
+            Route("POST", one + "/restore", self.restore, None, large),
+            Route("POST", one + "/preflight/open", self.preflight_open),
+            Route("POST", one + "/preflight/check", self.preflight_check),
+            Route("POST", one + "/port", self.free_port),
+            Route("POST", one + "/go", self.go, None, order),
             Route("POST", one + "/start", self.start, None, order),
             Route("POST", one + "/lease", self.lease, None, large),
             Route("POST", one + "/halt", self.halt),
@@ -154,21 +170,18 @@ class JobDoor:
 
     async def reserve(self, request: DoorRequest) -> HostReport:
         """Grant what a signed job asks of this node."""
-        body = wire.unpack(request.body, max_bytes=wire.SPEC_MAX + 1024)
-        signed = body.get("spec") if isinstance(body, dict) else None
-        if not isinstance(signed, bytes):
-            raise RemoteProtocolError("reserve needs the signed spec")
-        spec = open_spec(signed, self._site.book)
-        self._may_launch(spec, request.peer)
+        attempt = signed_attempt(request, self._site.book)
+        spec = attempt.spec
+        self._may_launch(attempt, request.peer)
         if spec.id != request.params["id"]:
             raise RemoteProtocolError("the spec is for another job")
         if spec.cwd:
             check_path(spec.cwd)
         index = slot_of(spec, self._site.node)
-        return self._host.reserve(spec, signed, index).report()
+        return self._host.reserve(attempt, index).report()
 
     async def release(self, request: DoorRequest) -> HostReport:
-        one = self._submitted(request)
+        one = self._started(request)
         order = wire.decode_as(_Release, wire.unpack(request.body))
         if order.attempt >= one.spec.attempt:  # a late word on an earlier try must not end this one
             self._host.release(one)
@@ -176,23 +189,31 @@ class JobDoor:
 
     async def manifest(self, request: DoorRequest) -> dict[str, Any]:
         """Take the bundle's manifest; answer which chunks are not here yet."""
-        one = self._submitted(request)
+        one = self._started(request)
         manifest = await asyncio.to_thread(open_manifest, request.body, sha256=one.spec.manifest)
         one.take_manifest(manifest)
         one.folder.save_manifest(request.body)
         self._host.on_host(one, hosted.StageBegan())
         return {"missing": await asyncio.to_thread(self._site.store.missing, list(one.chunks))}
 
+    async def get_manifest(self, request: DoorRequest) -> bytes:
+        """Hand the manifest to a witness, which may have to stage the next attempt."""
+        one = self._job(request)
+        _only(request, *one.spec.voters)
+        if one.manifest is None:
+            raise NotFoundError(f"the manifest of job {one.spec.id} is not here")
+        return await asyncio.to_thread(one.folder.manifest_bytes)
+
     async def put_chunk(self, request: DoorRequest) -> None:
         one = self._find(request.query.get("job", ""))
-        _only(request, one.spec.submitter)
+        _only(request, one.starter)
         await self._site.store.put(_chunk(request, one), request.body)
         self._host.touch(one)
 
     async def get_chunk(self, request: DoorRequest) -> bytes:
         """Hand a chunk to another participant; waits while it is still on its way here."""
         one = self._job(request)
-        _only(request, one.spec.submitter, *one.participants)
+        _only(request, one.starter, *one.participants, *one.spec.voters)
         chunk = _chunk(request, one)
         wait_s = _number(request, "wait", CHUNK_WAIT_S)
         if not await self._site.store.wait_for(chunk, wait_s):
@@ -201,7 +222,7 @@ class JobDoor:
 
     async def stage(self, request: DoorRequest) -> HostReport:
         """Fetch what is missing from the other participants and build the working folder."""
-        one = self._submitted(request)
+        one = self._started(request)
         order = wire.decode_as(StageOrder, wire.unpack(request.body, max_bytes=wire.BODY_MAX))
         if one.manifest is None:
             raise RemoteProtocolError("stage before the manifest")
@@ -227,27 +248,44 @@ class JobDoor:
             self._host.on_host(one, hosted.Staged())
         return one.report()
 
+    async def restore(self, request: DoorRequest) -> HostReport:
+        """Fetch what the attempt before has made."""
+        one = self._started(request)
+        order = wire.decode_as(RestoreOrder, wire.unpack(request.body, max_bytes=wire.BODY_MAX))
+        if order.job not in {spec.id for spec in one.attempt.history}:
+            raise RemoteProtocolError("files may only be restored from an attempt before")
+        async with one.staging:
+            if one.machine.phase is not HostPhase.STAGED:
+                raise RemoteProtocolError(f"job {one.spec.id} is {one.machine.phase}, not staged")
+            await self._restoring.fetch(
+                order,
+                one.path,
+                ranks=ranks_of(one.spec, one.slot),
+                progress=lambda: self._host.touch(one),
+            )
+        return one.report()
+
     async def preflight_open(self, request: DoorRequest) -> dict[str, Any]:
-        one = self._submitted(request)
+        one = self._started(request)
         self._host.touch(one)
         port, nonce = await self._open_preflight()
         missing = await self._missing_imports(one.spec.imports) if one.spec.python else []
         return {"port": port, "nonce": nonce, "missing": missing}
 
     async def preflight_check(self, request: DoorRequest) -> Any:
-        self._host.touch(self._submitted(request))
+        self._host.touch(self._started(request))
         body = wire.unpack(request.body)
         return await self._check_preflight(body.get("targets") if isinstance(body, dict) else ())
 
     async def free_port(self, request: DoorRequest) -> dict[str, Any]:
-        self._submitted(request)
+        self._started(request)
         return {"port": self._ports.take()}
 
     # --- running ---------------------------------------------------------------------------------
 
     async def go(self, request: DoorRequest) -> JobRecord:
         """Become the job's keeper and start it everywhere; a repeated request changes nothing."""
-        one = self._submitted(request)
+        one = self._started(request)
         if one.keeper != self._site.node:
             raise RemoteProtocolError("go belongs to the node of rank 0")
         order = wire.decode_as(GoOrder, wire.unpack(request.body, max_bytes=wire.SPEC_MAX))
@@ -300,6 +338,8 @@ class JobDoor:
         by = self._site.book.members[request.peer].name
         if one.kept is not None:
             self._host.on_keeper(one, job.StopRequested(by, grace_s, order.kill))
+            return one.current_record()
+        if await self._stop_restart(one, by):
             return one.current_record()
         started = one.machine.phase not in BEFORE_START and not one.ended
         if started and one.keeper != self._site.node:
@@ -361,8 +401,9 @@ class JobDoor:
 
     # --- rights ----------------------------------------------------------------------------------
 
-    def _may_launch(self, spec: JobSpec, peer: NodeId) -> None:
-        if Role.LAUNCHER not in self._site.book.roles(spec.submitter) or peer != spec.submitter:
+    def _may_launch(self, attempt: Signed, peer: NodeId) -> None:
+        may = Role.LAUNCHER in self._site.book.roles(attempt.spec.submitter)
+        if not may or peer != attempt.signer:
             raise NotAllowedError(
                 "this member may not launch jobs", hint="ask an admin of the mesh"
             )
@@ -378,9 +419,9 @@ class JobDoor:
     def _job(self, request: DoorRequest) -> LiveJob:
         return self._find(request.params["id"])
 
-    def _submitted(self, request: DoorRequest) -> LiveJob:
+    def _started(self, request: DoorRequest) -> LiveJob:
         one = self._job(request)
-        _only(request, one.spec.submitter)
+        _only(request, one.starter)
         return one
 
     def _kept(self, request: DoorRequest) -> LiveJob:
@@ -390,9 +431,22 @@ class JobDoor:
 
     def _readable(self, request: DoorRequest) -> LiveJob:
         one = self._job(request)
-        if Role.ADMIN not in request.roles:
-            _only(request, one.spec.submitter, *one.participants)
+        if not self._may_read(one.spec.id, request.peer, request.roles):
+            raise NotAllowedError("this member may not do that to this job")
         return one
+
+
+def signed_attempt(request: DoorRequest, book: RosterBook) -> Signed:
+    """Open the signed job that a request brings along.
+
+    Raises:
+        RemoteProtocolError: there is none, or as `open_signed`.
+    """
+    body = wire.unpack(request.body, max_bytes=CHAIN_MAX + 1024)
+    chain = body.get("spec") if isinstance(body, dict) else None
+    if not isinstance(chain, bytes):
+        raise RemoteProtocolError("the signed job is missing")
+    return open_signed(chain, book)
 
 
 def _only(request: DoorRequest, *allowed: NodeId) -> None:

@@ -1,7 +1,8 @@
 """One job as a node remembers it, and its papers on disk.
 
     jobs/ID/spec       the signed spec, as received      manifest   packed, its hash is in the spec
-            record     the newest word on the job        (the rest: see `shim` and `store`)
+            record     the newest word on the job        secretive  there if it got secrets
+            (the rest: see `shim` and `store`)
 
 This module does not know who may do what to a job, or how anything is run.
 """
@@ -11,13 +12,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
-from gpulayer_mesh.core import wire
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from msgspec import Meta
+
+from gpulayer_mesh.core import restarts, wire
 from gpulayer_mesh.core.hosted import HostedJob
 from gpulayer_mesh.core.job import KeptJob
-from gpulayer_mesh.core.jobspec import HostPhase, HostReport, JobRecord, JobSpec
+from gpulayer_mesh.core.jobspec import (
+    RESTARTS_MAX,
+    HostPhase,
+    HostReport,
+    JobRecord,
+    JobSpec,
+)
 from gpulayer_mesh.core.manifest import Manifest, open_manifest, unique_chunks
 from gpulayer_mesh.core.rankenv import first_rank
 from gpulayer_mesh.core.roster import RosterBook
@@ -25,6 +37,8 @@ from gpulayer_mesh.core.types import NodeId
 from gpulayer_mesh.errors import GpuLayerError, RemoteProtocolError
 
 log = logging.getLogger("gpulayer.jobs")
+
+CHAIN_MAX = 2 * wire.SPEC_MAX  # bytes; a change names the slots and voters, 100 bytes each
 
 
 class JobFolder:
@@ -84,6 +98,17 @@ class JobFolder:
         except OSError as e:
             log.warning("job %s: the record cannot be written: %s", self.path.name, e)
 
+    @property
+    def secretive(self) -> bool:
+        """Whether the ranks got secrets, which are on no disk."""
+        return (self.path / "secretive").exists()
+
+    def note_secrets(self) -> None:
+        (self.path / "secretive").touch(mode=0o600)
+
+    def manifest_bytes(self) -> bytes:
+        return (self.path / "manifest").read_bytes()
+
     def manifest(self, spec: JobSpec) -> Manifest | None:
         """Return what was shipped, None if that never arrived."""
         try:
@@ -96,12 +121,21 @@ class JobFolder:
         (self.path / "manifest").write_bytes(packed)
 
 
+@dataclass(frozen=True, slots=True)
+class Signed:
+    """An attempt, and what proves it."""
+
+    spec: JobSpec
+    signer: NodeId  # who may start it
+    chain: bytes  # the signed spec; of a restart, with the signed changes up to it
+    history: tuple[JobSpec, ...] = ()  # the attempts before, the first one first
+
+
 @dataclass(slots=True)
 class LiveJob:
     """One job, reserved, running or over."""
 
-    spec: JobSpec
-    signed: bytes
+    attempt: Signed
     slot: int
     folder: JobFolder
     machine: HostedJob
@@ -112,6 +146,16 @@ class LiveJob:
     staging: asyncio.Lock = field(default_factory=asyncio.Lock)
     recorded: float = field(default_factory=time.monotonic)  # when `record` was true
     begun: asyncio.Event = field(default_factory=asyncio.Event)  # left the phases before the start
+    secrets: Mapping[str, str] | None = None  # for a restart; None: of an earlier agent, if any
+
+    @property
+    def spec(self) -> JobSpec:
+        return self.attempt.spec
+
+    @property
+    def starter(self) -> NodeId:
+        """Who brings it to its start: the submitter, or a voter of the attempt before."""
+        return self.attempt.signer
 
     @property
     def path(self) -> Path:
@@ -128,6 +172,10 @@ class LiveJob:
     @property
     def first_rank(self) -> int:
         return first_rank(self.spec, self.slot)
+
+    @property
+    def may_be_restarted(self) -> bool:
+        return self.spec.restart < self.spec.restarts
 
     @property
     def ended(self) -> bool:
@@ -154,20 +202,69 @@ class LiveJob:
         self.chunks = unique_chunks(manifest)
 
 
-def open_spec(signed: bytes, book: RosterBook) -> JobSpec:
-    """Verify a job's signature.
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    first: bytes  # the submitter's
+    changes: Annotated[tuple[bytes, ...], Meta(min_length=1, max_length=RESTARTS_MAX)]
+
+
+def open_signed(chain: bytes, book: RosterBook) -> Signed:
+    """Verify an attempt from the submitter's signature on.
 
     Raises:
-        RemoteProtocolError: malformed, or not signed by the submitter it names, a member, for
-            this very job.
+        RemoteProtocolError: malformed, or not signed for this very job by the submitter it names, a
+            member; of a restart, also each change by a member who may (`restarts.check`).
     """
+    plain = wire.unpack(chain, max_bytes=CHAIN_MAX)
+    if not isinstance(plain, dict):  # an envelope is a list
+        spec = _open_first(chain, book)
+        return Signed(spec, spec.submitter, chain)
+    parts = wire.decode_as(_Chain, plain)
+    attempts = [_open_first(parts.first, book)]
+    signer = attempts[0].submitter
+    for change in parts.changes:
+        spec, signer = _open_change(change, attempts[-1], book)
+        attempts.append(spec)
+    return Signed(attempts[-1], signer, chain, tuple(attempts[:-1]))
+
+
+def _open_first(signed: bytes, book: RosterBook) -> JobSpec:
     envelope = wire.open_envelope(
         signed, mesh=book.mesh, key_of=book.key_of, kind="job", max_bytes=wire.SPEC_MAX
     )
     spec = wire.decode_as(JobSpec, envelope.body)
     if envelope.sender != spec.submitter or envelope.audience != spec.id:
         raise RemoteProtocolError("the job was signed by or for somebody else")
+    if spec.restart or spec.origin:
+        raise RemoteProtocolError("a first attempt is no restart")
     return spec
+
+
+def _open_change(signed: bytes, before: JobSpec, book: RosterBook) -> tuple[JobSpec, NodeId]:
+    envelope = wire.open_envelope(
+        signed, mesh=book.mesh, key_of=book.key_of, kind="restart", max_bytes=wire.SPEC_MAX
+    )
+    change = wire.decode_as(restarts.Change, envelope.body)
+    restarts.check(before, change, envelope.sender)
+    spec = restarts.next_spec(before, change)
+    if envelope.audience != spec.id:
+        raise RemoteProtocolError("the restart was signed for another job")
+    return spec, envelope.sender
+
+
+def sign_change(
+    key: Ed25519PrivateKey, mesh: str, sender: NodeId, before: Signed, change: restarts.Change
+) -> Signed:
+    """Sign the attempt that follows another."""
+    spec = restarts.next_spec(before.spec, change)
+    signed = wire.seal(key, kind="restart", mesh=mesh, sender=sender, audience=spec.id, body=change)
+    plain = wire.unpack(before.chain, max_bytes=CHAIN_MAX)
+    if isinstance(plain, dict):
+        known = wire.decode_as(_Chain, plain)
+        chain = _Chain(known.first, (*known.changes, signed))
+    else:
+        chain = _Chain(before.chain, (signed,))
+    return Signed(spec, sender, wire.pack(chain), (*before.history, before.spec))
 
 
 def slot_of(spec: JobSpec, node: NodeId) -> int:

@@ -1,0 +1,304 @@
+"""Restarts on real agents' parts: who may sign and ask what, what binds a voter, who takes over.
+
+The procedure itself is played in virtual time (tests/sim), on several machines in tests/e2e.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from boxes import JOB, ORDER, Box, Mesh
+from gpulayer_mesh.core import hosted, job, restarts, wire
+from gpulayer_mesh.core.jobspec import HostPhase, JobSpec, JobState, Slot
+from gpulayer_mesh.errors import GpuLayerError, NotAllowedError, RemoteProtocolError
+from gpulayer_mesh.runtime import restarts as module
+from gpulayer_mesh.runtime import succession
+from gpulayer_mesh.runtime.livejob import Signed, open_signed, sign_change
+from shim_jobs import eventually
+
+pytestmark = pytest.mark.network
+
+NEXT = restarts.attempt_id(JOB, 1)
+COUNTS = """
+import os, time
+from pathlib import Path
+out = Path(os.environ["GPULAYER_OUT"]) / "count"
+found = int(out.read_text()) if out.exists() else 0
+print("attempt", os.environ["GPULAYER_RESTART"], "from", found, os.environ.get("TOKEN"), flush=True)
+out.with_suffix(".tmp").write_text(str(found + 5))
+out.with_suffix(".tmp").replace(out)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    made = Mesh(tmp_path)
+    yield made
+    for box in list(made.boxes.values()):
+        await box.close()
+
+
+def first(mesh: Mesh, *names: str, voters: tuple[str, ...] = (), **fields: object) -> Signed:
+    """A signed first attempt that may be restarted."""
+    names = names or ("box-0",)
+    voters = voters or (*names, *(name for name in ("box-1", "box-2") if name not in names))
+    known = {"restarts": 2, "voters": tuple(map(mesh.node, voters))} | fields
+    spec = mesh.spec(*names, **known)
+    return Signed(spec, spec.submitter, mesh.sign(spec))
+
+
+def then(mesh: Mesh, before: Signed, by: str, *names: str, attempt: int = 0) -> Signed:
+    """The next one, signed by a member."""
+    slots = tuple(Slot(mesh.node(name), name, 1) for name in names or ("box-1",))
+    voters = (*(slot.node for slot in slots), mesh.node("box-2"))
+    voters = tuple(dict.fromkeys(voters))
+    change = restarts.Change(before.spec.restart + 1, slots, voters, attempt)
+    return sign_change(mesh.keys[by], mesh.roster.mesh, mesh.node(by), before, change)
+
+
+# --- signatures ----------------------------------------------------------------------------------
+
+
+def test_chain_proves_every_attempt_from_the_submitter_on(mesh: Mesh) -> None:
+    one = first(mesh)
+    two = then(mesh, one, "box-1")
+    three = then(mesh, two, "box-2", "box-2")
+    found = open_signed(three.chain, mesh.book())
+    assert found == three
+    assert [spec.id for spec in found.history] == [JOB, NEXT]
+    assert found.spec.argv == one.spec.argv
+    assert found.spec.manifest == one.spec.manifest
+
+
+Forge = Callable[[Mesh], bytes]
+FORGED: dict[str, tuple[str, Forge]] = {
+    "by no voter": ("may not", lambda m: then(m, first(m), "other").chain),
+    "by a voter of another attempt": (
+        "may not",
+        lambda m: then(m, then(m, first(m), "box-0"), "box-0", "box-2").chain,
+    ),
+    "one too many": (
+        "does not follow",
+        lambda m: then(m, first(m, restarts=0), "box-0").chain,
+    ),
+    "the first one replaced": (
+        "may not|another job",
+        lambda m: wire.pack(
+            wire.unpack(then(m, first(m), "box-0").chain)
+            | {"first": m.sign(first(m, id="1" * 10).spec)}
+        ),
+    ),
+    "a change twice": (
+        "does not follow",
+        lambda m: wire.pack(
+            {
+                "first": first(m).chain,
+                "changes": wire.unpack(then(m, first(m), "box-0", "box-0").chain)["changes"] * 2,
+            }
+        ),
+    ),
+    "no change at all": ("changes", lambda m: wire.pack({"first": first(m).chain, "changes": []})),
+    "a first one that says it is a restart": (
+        "no restart",
+        lambda m: m.sign(first(m, restart=1, origin=JOB).spec),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+async def test_forged_restart_reserves_nothing(mesh: Mesh, case: str) -> None:
+    (box,) = await mesh.start("box-1")
+    says, forge = FORGED[case]
+    chain = forge(mesh)
+    for who in ("box-0", "box-2", "other", "laptop"):
+        for ident in (JOB, NEXT):
+            with pytest.raises(RemoteProtocolError, match=says):
+                await box.ask(who, "POST", f"/v1/jobs/{ident}/reserve", {"spec": chain})
+    assert box.reservations.grants == ()
+
+
+async def test_only_who_signed_a_restart_brings_it_to_its_start(mesh: Mesh) -> None:
+    (box,) = await mesh.start("box-1")
+    attempt = then(mesh, first(mesh), "box-2")
+    path, body = f"/v1/jobs/{NEXT}/reserve", {"spec": attempt.chain}
+    for who in ("box-0", "other", "laptop"):
+        with pytest.raises(NotAllowedError):
+            await box.ask(who, "POST", path, body)
+    report = await box.ask("box-2", "POST", path, body)
+    assert report.phase is HostPhase.RESERVED
+    for who in ("box-0", "laptop"):
+        with pytest.raises(NotAllowedError):
+            await box.ask(who, "POST", f"/v1/jobs/{NEXT}/release")
+    mesh.remove("laptop")  # whose job it is
+    with pytest.raises(RemoteProtocolError):
+        await box.ask("box-2", "POST", path, body)
+
+
+# --- voters --------------------------------------------------------------------------------------
+
+
+async def agree(box: Box, who: str, attempt: Signed) -> Any:
+    answer = await box.ask(
+        who, "POST", f"/v1/attempts/{attempt.spec.id}/agree", {"spec": attempt.chain}
+    )
+    return answer["spec"]
+
+
+async def test_voter_is_bound_to_the_first_for_ever(mesh: Mesh) -> None:
+    (box,) = await mesh.start("box-1")
+    mine, other = then(mesh, first(mesh), "box-2"), then(mesh, first(mesh), "box-0")
+    assert await agree(box, "box-2", mine) == mine.chain
+    assert await agree(box, "box-0", other) == mine.chain
+    again = then(mesh, first(mesh), "box-2", attempt=7)
+    assert await agree(box, "box-2", again) == mine.chain
+    box = await box.restart()
+    assert await agree(box, "box-0", other) == mine.chain
+    assert (box.home / "attempts" / NEXT).stat().st_mode & 0o777 == 0o600
+    said = await box.ask("box-0", "GET", f"/v1/attempts/{NEXT}")
+    assert said == {"spec": mine.chain}
+
+
+async def test_only_voters_and_only_the_author_are_heard(mesh: Mesh) -> None:
+    (box,) = await mesh.start("other")
+    attempt = then(mesh, first(mesh), "box-2")
+    with pytest.raises(NotAllowedError, match="has no vote"):
+        await agree(box, "box-2", attempt)
+    (box,) = await mesh.start("box-1")
+    for who in ("box-0", "other", "laptop"):
+        with pytest.raises(NotAllowedError, match="only who signed"):
+            await agree(box, who, attempt)
+    await agree(box, "box-2", attempt)
+    for who in ("other", "laptop"):
+        with pytest.raises(NotAllowedError, match="only voters"):
+            await box.ask(who, "GET", f"/v1/attempts/{NEXT}")
+    assert await box.ask("box-0", "GET", "/v1/attempts/..%2fagent.json") == {"spec": None}
+
+
+async def test_voter_agrees_to_nothing_while_its_own_part_runs(mesh: Mesh) -> None:
+    (box,) = await mesh.start("box-0")
+    attempt = first(mesh, code=COUNTS, voters=("box-0", "box-1", "box-2"))
+    await mesh.stage(attempt.spec)
+    with pytest.raises(GpuLayerError, match="has not ended on box-0"):
+        await agree(box, "box-2", then(mesh, attempt, "box-2"))
+    await box.ask("laptop", "POST", "release")
+    await agree(box, "box-2", then(mesh, attempt, "box-2"))
+
+
+async def test_who_agreed_to_a_later_attempt_takes_no_part_in_an_earlier_one(mesh: Mesh) -> None:
+    (box,) = await mesh.start("box-1")
+    one = first(mesh)
+    two = then(mesh, one, "box-2", "box-1")
+    await agree(box, "box-2", then(mesh, two, "box-2", "box-2"))
+    with pytest.raises(RemoteProtocolError, match="agreed to an attempt after"):
+        await box.ask("box-2", "POST", f"/v1/jobs/{NEXT}/reserve", {"spec": two.chain})
+
+
+async def test_witness_counts_on_what_it_heard_lately(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (box,) = await mesh.start("box-1")
+    one = first(mesh)
+    word = {"spec": one.chain, "secretive": False, "sources": []}
+    for who in ("laptop", "box-2", "other"):
+        with pytest.raises(NotAllowedError):
+            await box.ask(who, "POST", f"/v1/watches/{JOB}", word)
+    await box.ask("box-0", "POST", f"/v1/watches/{JOB}", word)
+    with pytest.raises(GpuLayerError, match="heard from job"):
+        await agree(box, "box-2", then(mesh, one, "box-2"))
+    # The keeper itself may: it knows that its attempt has failed.
+    await agree(box, "box-0", then(mesh, one, "box-0"))
+    with pytest.raises(NotAllowedError):
+        await box.ask("box-2", "POST", f"/v1/watches/{JOB}/drop", {"forget": True})
+    await box.ask("box-0", "POST", f"/v1/watches/{JOB}/drop", {"forget": True})
+    assert not (box.home / "watches" / JOB).exists()
+    with pytest.raises(RemoteProtocolError, match="agreed to an attempt after"):
+        await box.ask("box-0", "POST", f"/v1/watches/{JOB}", word)
+
+
+# --- take-over -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same in tenths of the time."""
+    for where in (hosted, job, succession, module):
+        for name in ("KEEPER_SILENT_S", "GONE_S", "STAGGER_S", "WATCH_S"):
+            if hasattr(where, name):
+                monkeypatch.setattr(where, name, getattr(where, name) / 10)
+
+
+async def ran(box: Box, ident: str = NEXT) -> str:
+    """Return the first line of an attempt's only rank."""
+
+    async def line() -> str:
+        if ident not in box.host.jobs or box.host.jobs[ident].machine.phase is not (
+            HostPhase.RUNNING
+        ):
+            return ""
+        stream = await box.ask("boss", "GET", f"/v1/jobs/{ident}/logs", follow="0")
+        return b"".join([piece async for piece in stream.pieces]).decode(errors="replace")
+
+    async with asyncio.timeout(60):
+        while "from" not in (found := await line()):  # noqa: ASYNC110  its own process prints
+            await asyncio.sleep(0.05)
+    return found
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("secretive", [False, True])
+async def test_witness_takes_a_job_over_whose_only_machine_is_lost(
+    mesh: Mesh, quick: None, secretive: bool
+) -> None:
+    zero, *_ = await mesh.start("box-0", "box-1", "box-2")
+    attempt = first(mesh, code=COUNTS)
+    order = replace(ORDER, secrets={"TOKEN": "canary"} if secretive else {})
+    await mesh.stage(attempt.spec)
+    await zero.ask("laptop", "POST", "go", order)
+    await ran(zero, JOB)
+    witnesses = [mesh.boxes[mesh.node(name)] for name in ("box-1", "box-2")]
+
+    def copied() -> bool:
+        return any(
+            file.path == "count"
+            for box in witnesses
+            for held in box.copies.held(JOB)
+            for file in held.files
+        ) and all(box.copies.manifest(JOB) is not None for box in witnesses)
+
+    await eventually(copied)
+    await zero.close()  # with its ranks
+    if secretive:  # which only the lost machine knew
+        await eventually(lambda: all(not box.restarts._watches for box in witnesses))
+        assert all(NEXT not in box.host.jobs for box in witnesses)
+        return
+    await eventually(lambda: any(NEXT in box.host.jobs for box in witnesses))
+    there = next(box for box in witnesses if NEXT in box.host.jobs)
+    assert "attempt 1 from 5" in await ran(there)
+    assert there.host.jobs[NEXT].current_record().state is JobState.RUNNING
+
+
+async def test_nodes_of_the_next_attempt_may_read_what_the_one_before_has_left(
+    mesh: Mesh,
+) -> None:
+    (box,) = await mesh.start("box-1")
+    one = first(mesh, "box-1", voters=("box-1", "box-2", "box-0"))
+    await mesh.stage(one.spec)
+    await box.ask("laptop", "POST", "release")
+    for who, may in (("box-0", True), ("box-2", True), ("other", False), ("boss", True)):
+        allowed = box.restarts.may_read(JOB, mesh.node(who), box.book.roles(mesh.node(who)))
+        assert allowed is may, who
+    change = restarts.Change(1, (Slot(mesh.node("other"), "other", 1),), (mesh.node("other"),))
+    after = sign_change(mesh.keys["box-2"], mesh.roster.mesh, mesh.node("box-2"), one, change)
+    await agree(box, "box-2", after)
+    assert box.restarts.may_read(JOB, mesh.node("other"), ())
+
+
+def test_shape_of_specs(mesh: Mesh) -> None:
+    spec: JobSpec = first(mesh).spec
+    assert restarts.shape(spec.slots) == [(1, 0)]
