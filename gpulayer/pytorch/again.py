@@ -1,9 +1,9 @@
 """Going on in the next attempt of a job that may start again (`restarts=N`).
 
 Rank 0 keeps in its output folder, which survives: of each fit how it began (`<call>.json`), its
-newest full checkpoint (`<call>.ckpt`, a second name of that file) with the states in which it left
-callbacks (`<call>-N.pt`); which log folders were chosen (`logs.json`), and of a log that a later
-attempt cuts, its rows (`logN.csv`); and where this folder lay in all attempts (`roots.json`). A
+newest full checkpoint (`<call>.ckpt`, a second name of that file), and beside it the states in
+which it left callbacks (`<call>-N.pt`) and the rows logged so far (`<call>-N.csv`); which log
+folders were chosen (`logs.json`); and where this folder lay in all attempts (`roots.json`). A
 checkpoint counts once all callbacks have had their turn at that hook, or files of some would lack
 the last one.
 
@@ -90,7 +90,8 @@ class FitAgain:
         self._ckpt_path = ckpt_path
         self._present: frozenset[str] = frozenset()  # checkpoints that lay there before the fit
         self._marks = 0  # checkpoints of this attempt
-        self._pending: tuple[int, Place] | None = None  # when one was written that is to count
+        # Of one that was written and is to count: when, and the name of what lies beside it.
+        self._pending: tuple[tuple[int, Place], str] | None = None
         before = None if place.restored is None else place.restored / ownfiles.checkpoint(call)
         self.checkpoint = before if before is not None and before.is_file() else None
         self.again = place.restored is not None
@@ -157,11 +158,11 @@ class FitAgain:
             "rows": rows,
             "should_stop": trainer.should_stop,
             "final": self.saving_end,
-            "states": self._states(),
+            "beside": self._beside(),
         }
 
-    def _states(self) -> str:
-        return f"{self._call}-{self._place.restart}.{self._marks}.pt"
+    def _beside(self) -> str:
+        return f"{self._call}-{self._place.restart}.{self._marks}"
 
     def keep(self, trainer: Trainer, path: Path) -> None:
         """Take a checkpoint that was written, for `commit`; on rank 0."""
@@ -172,31 +173,31 @@ class FitAgain:
             os.link(path, pending)
         except OSError:  # another file system, or one without links
             shutil.copyfile(path, pending)
-        self._pending = _moment(trainer)
+        self._pending = _moment(trainer), self._beside()
 
     def commit(self, trainer: Trainer) -> None:
         """Have the checkpoint count that was taken last, if there is a new one; on rank 0."""
         if self._pending is None:
             return
-        at, self._pending = self._pending, None
+        (at, beside), self._pending = self._pending, None
         if at == _moment(trainer):
-            states = self._kept(self._states())
-            temporary = states.with_suffix(".tmp")
+            temporary = self._kept(f"{beside}.tmp")
             torch.save(trainer._callback_states(), temporary)
-            os.replace(temporary, states)
+            os.replace(temporary, self._kept(f"{beside}.pt"))
+        if trainer._file is not None and trainer._file.rows:
+            # The log itself changes all the time, and may be copied as it was before.
+            shutil.copyfile(trainer._file.path, self._kept(f"{beside}.csv"))
         os.replace(self._kept(f"{self._call}.tmp"), self._kept(f"{self._call}.ckpt"))
-        for old in self._kept("").glob(f"{self._call}-*.pt"):
-            if old.name != self._states():
+        for old in self._kept("").glob(f"{self._call}-*"):
+            if old.stem != beside:
                 old.unlink()
-        if not self._ended():
-            for rows in self._kept("").glob("log*.csv"):
-                rows.unlink()
 
     def take(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Make a checkpoint of an earlier attempt one of this; its rows are those of the file."""
         mark = checkpoint["loops"]["fit_loop"]["again"]
         assert self._place.restored is not None
-        states = self._place.restored / ownfiles.RESUME / mark["states"]
+        beside = self._place.restored / ownfiles.RESUME / mark["beside"]
+        states = beside.with_name(f"{beside.name}.pt")
         if states.is_file():
             found = torch.load(states, map_location="cpu", weights_only=True)
             checkpoint["callbacks"] = found
@@ -209,7 +210,7 @@ class FitAgain:
                 self._forget_final(trainer, state)
         if trainer.is_global_zero:
             if trainer._file is not None and mark["rows"]:
-                trainer._file.go_on(mark["rows"])
+                trainer._file.go_on(beside.with_name(f"{beside.name}.csv"), mark["rows"])
             trainer._say(
                 f"restart {self._place.restart}: fit goes on in epoch "
                 f"{counters['epochs_completed']}, after step {counters['global_step']}"
@@ -241,15 +242,14 @@ class Keeper(Checkpoint):
         self._fit.commit(trainer)
 
 
-def log_folder(fresh: Callable[[], str]) -> tuple[str, Path | None]:
-    """Choose a log folder; return its name and, if an earlier attempt has written into it, where
-    its rows are kept until this attempt has a checkpoint of its own.
+def log_folder(fresh: Callable[[], str]) -> tuple[str, bool]:
+    """Choose a log folder; return its name, and whether an earlier attempt has written into it.
 
     A script chooses them in the same order in every attempt.
     """
     place = _place()
     if place is None or place.output_dir is None:
-        return fresh(), None
+        return fresh(), False
     before: list[str] = []
     if place.restored is not None:
         before = _read_json(place.restored / ownfiles.RESUME / _LOGS) or []
@@ -257,9 +257,8 @@ def log_folder(fresh: Callable[[], str]) -> tuple[str, Path | None]:
     old = number < len(before)
     _chosen.append(before[number] if old else fresh())
     noted = [*_chosen, *before[number + 1 :]]
-    kept = place.output_dir / ownfiles.RESUME
-    _write_json(kept / _LOGS, noted)
-    return _chosen[number], kept / f"log{number}.csv" if old else None
+    _write_json(place.output_dir / ownfiles.RESUME / _LOGS, noted)
+    return _chosen[number], old
 
 
 # -- files and paths ------------------------------------------------------------------------------

@@ -28,8 +28,8 @@ class MetricsFile:
     """metrics.csv in a fresh `version_N` directory, which is made with the first row.
 
     Args:
-        choose: given what names a fresh directory, return the name of the one to take and, if an
-            earlier attempt of this run has written into it, where to keep those rows.
+        choose: given what names a fresh directory, return the name of the one to take, and whether
+            an earlier attempt of this run has written into it.
 
     Attributes:
         rows: how many the file has.
@@ -38,14 +38,10 @@ class MetricsFile:
     def __init__(
         self,
         root: Path,
-        choose: Callable[[Callable[[], str]], tuple[str, Path | None]] = lambda fresh: (
-            fresh(),
-            None,
-        ),
+        choose: Callable[[Callable[[], str]], tuple[str, bool]] = lambda fresh: (fresh(), False),
     ) -> None:
         self._root = root
         self._choose = choose
-        self._earlier: tuple[list[str], list[dict[str, str]]] = ([], [])  # columns, rows
         self.rows = 0
         self._dir: Path | None = None
         self._columns: list[str] = []
@@ -62,13 +58,9 @@ class MetricsFile:
     def directory(self) -> Path:
         """Return the version directory, choosing its number at the first call."""
         if self._dir is None:
-            name, kept = self._choose(self._fresh)
+            name, used = self._choose(self._fresh)
             self._dir = self._root / name
-            self._dir.mkdir(parents=True, exist_ok=kept is not None)
-            if kept is not None:
-                found = (_read(self._dir / FILE), _read(kept))
-                self._earlier = max(found, key=lambda one: len(one[1]))
-                _write(kept, *self._earlier)
+            self._dir.mkdir(parents=True, exist_ok=used)
         return self._dir
 
     def _fresh(self) -> str:
@@ -79,18 +71,22 @@ class MetricsFile:
         ]
         return f"version_{max(numbers, default=-1) + 1}"
 
-    def go_on(self, rows: int) -> None:
+    @property
+    def path(self) -> Path:
+        """Return where the rows are."""
+        return self.directory / FILE
+
+    def go_on(self, earlier: Path, rows: int) -> None:
         """Have the file hold the first rows that an earlier attempt wrote, and no others."""
-        path = self.directory / FILE
-        self._columns, held = self._earlier
+        self._columns, held = _read(earlier)
         kept = held[:rows]
         if len(kept) < rows:
             lost = rows - len(kept)
-            warnings.warn(f"{lost} of {rows} rows of {path.name} were lost", stacklevel=2)
+            warnings.warn(f"{lost} of {rows} rows of {FILE} were lost", stacklevel=2)
         self._rows = []  # what this attempt has written so far is among them
         self.rows = len(kept)
         if self._columns:
-            _write(path, self._columns, kept)
+            _write(self.path, self._columns, kept)
 
     def write(self, values: Mapping[str, Tensor | float], step: int) -> None:
         """Add a row; nothing is read from a device here."""
@@ -114,7 +110,7 @@ class MetricsFile:
         if not self._rows:
             return
         rows, self._rows = [_plain(row) for row in self._rows], []
-        path = self.directory / FILE
+        path = self.path
         self.rows += len(rows)
         columns = sorted({*self._columns, *(key for row in rows for key in row)})
         if columns != self._columns:

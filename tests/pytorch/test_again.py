@@ -284,7 +284,8 @@ def test_job_that_may_start_again_trains_as_any_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = unbroken("default", tmp_path, monkeypatch)
-    monkeypatch.delenv("GPULAYER_RESTART")
+    monkeypatch.delenv("GPULAYER_RESTART", raising=False)
+    monkeypatch.setenv("GPULAYER_JOB", "j")
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     monkeypatch.setenv("GPULAYER_OUT", str(tmp_path / "plain"))
     _, model = SCRIPTS["default"]()(Breaks())
@@ -319,11 +320,11 @@ def test_fit_that_saves_nothing_to_go_on_from_says_so(
 
 
 def test_rows_that_did_not_arrive_are_missed_aloud(tmp_path: Path) -> None:
-    (tmp_path / "version_0").mkdir()
-    (tmp_path / "version_0" / "metrics.csv").write_text("loss,step\r\n1.0,0\r\n2.0,1\r\n")
-    file = MetricsFile(tmp_path, lambda fresh: ("version_0", tmp_path / "kept.csv"))
+    earlier = tmp_path / "earlier.csv"
+    earlier.write_text("loss,step\r\n1.0,0\r\n2.0,1\r\n")
+    file = MetricsFile(tmp_path, lambda fresh: ("version_0", True))
     with pytest.warns(UserWarning, match=r"1 of 3 rows of metrics\.csv were lost"):
-        file.go_on(3)
+        file.go_on(earlier, 3)
     file.write({"loss": 4.0}, 3)
     file.flush()
     written = (tmp_path / "version_0" / "metrics.csv").read_text().split()
