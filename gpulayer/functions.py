@@ -51,7 +51,7 @@ class Job:
     """
 
     def __init__(self, record: JobRecord, root: Path) -> None:
-        self.id: str = record.spec.id
+        self.id: str = record.spec.origin or record.spec.id
         self._record = record
         self._root = root
         self._results: list[Any] | None = None
@@ -62,7 +62,7 @@ class Job:
     @property
     def state(self) -> str:
         """Its state now, as `gpulayer jobs` shows it; asks the mesh."""
-        self._record = _run(lambda: _asking(lambda client: client.record(self._record)))
+        self._record = _run(lambda: _asking(lambda client: client.current(self._record)))
         return self._record.state.value
 
     def result(self, timeout_s: float | None = None, *, logs: bool = True) -> Any:
@@ -308,12 +308,13 @@ def _run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return await work()
 
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(lambda: asyncio.run(main()))
+        running: Future[T] | None = None
         try:
+            running = pool.submit(lambda: asyncio.run(main()))
             return running.result()
         except KeyboardInterrupt:  # it came to this thread, and the pool waits for the other
             loop, task = begun.result()
-            if task is not None and not running.done():
+            if task is not None and (running is None or not running.done()):
                 loop.call_soon_threadsafe(task.cancel)
             raise
 

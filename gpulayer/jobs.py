@@ -10,16 +10,17 @@ import asyncio
 import contextlib
 import time
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from gpulayer_mesh.core import ownfiles
 from gpulayer_mesh.core.jobspec import OVER, JobRecord, JobSpec, JobState, OutputFile, Outputs
-from gpulayer_mesh.errors import DiscoveryError, GpuLayerError, TransportError
+from gpulayer_mesh.core.restarts import may_follow
+from gpulayer_mesh.errors import DiscoveryError, GpuLayerError, NotFoundError, TransportError
 
 from gpulayer.ui import Ui, shown_path
-from gpulayer.views import counted, rank_nodes, size
+from gpulayer.views import attempt_line, counted, rank_nodes, restarting_line, size
 
 if TYPE_CHECKING:
     from gpulayer_mesh.client import MeshClient
@@ -34,14 +35,94 @@ FETCHES = 4  # parallel downloads: fills a 1 Gbit/s link through one TLS core
 STAYED_SHOWN = 10  # a folder of links must not push the job's own last lines off the screen
 
 
+Began = Callable[[JobRecord], Awaitable[object]]
+
+
 async def follow(
-    client: MeshClient, record: JobRecord, ui: Ui, *, ranks: frozenset[int] | None = None
+    client: MeshClient,
+    record: JobRecord,
+    ui: Ui,
+    *,
+    ranks: frozenset[int] | None = None,
+    began: Began | None = None,
 ) -> JobRecord:
     """Print a job's lines as they come until it has ended; return the final record.
+
+    Where it starts again, that goes on with its next attempt.
+
+    Args:
+        began: called with the record of each further attempt.
 
     Raises:
         DiscoveryError: no node of the job has answered for ten minutes.
     """
+
+    async def see(record: JobRecord) -> JobRecord:
+        return await _follow_attempt(client, record, ui, ranks)
+
+    return await through_attempts(client, record, ui, see, began)
+
+
+async def wait_end(
+    client: MeshClient, record: JobRecord, ui: Ui, *, began: Began | None = None
+) -> JobRecord:
+    """Wait until a job has ended, without its lines; otherwise as `follow`."""
+
+    async def see(record: JobRecord) -> JobRecord:
+        return await wait_attempt(client, record, ui)
+
+    return await through_attempts(client, record, ui, see, began)
+
+
+async def through_attempts(
+    client: MeshClient,
+    record: JobRecord,
+    ui: Ui,
+    see: Callable[[JobRecord], Awaitable[JobRecord]],
+    began: Began | None = None,
+) -> JobRecord:
+    """Watch an attempt, then those that follow it; return the final record of the last.
+
+    Args:
+        see: watches one to its end; returns its final record, or a later attempt's.
+    """
+    while True:
+        final = await see(record)
+        later: JobRecord | None = None
+        if final.spec.restart > record.spec.restart:  # nobody knew the end of the one before
+            later = final
+        elif final.successor:
+            later = await _successor(client, final)
+        elif final.state is JobState.FAILED and may_follow(final):
+            # Whoever told us of the end may have been cut off from those who started it again.
+            with contextlib.suppress(GpuLayerError):
+                later = await client.next_attempt(final)
+        if later is None:
+            return final
+        record = later
+        ui.note(attempt_line(record.spec))
+        if began is not None:
+            await began(record)
+
+
+async def _successor(client: MeshClient, record: JobRecord) -> JobRecord:
+    """Return the attempt that followed one, once a member knows it."""
+    asked = time.monotonic()
+    while True:
+        with contextlib.suppress(TransportError, DiscoveryError):
+            if (later := await client.next_attempt(record)) is not None:
+                return later
+        if time.monotonic() - asked > LOST_S:
+            raise DiscoveryError(
+                f"no member knows job {record.successor}, with which {record.spec.id} went on",
+                hint=f"gpulayer attach {record.successor}, once its nodes are back",
+            )
+        await asyncio.sleep(POLL_S)
+
+
+async def _follow_attempt(
+    client: MeshClient, record: JobRecord, ui: Ui, ranks: frozenset[int] | None
+) -> JobRecord:
     lines_done = asyncio.Event()
 
     async def print_lines() -> None:
@@ -80,20 +161,45 @@ async def print_log(
             ui.log(line, nodes[line.rank], prefix=prefix)
 
 
-async def wait_end(client: MeshClient, record: JobRecord, ui: Ui) -> JobRecord:
-    """Wait until a job has ended, without its lines."""
+async def wait_attempt(client: MeshClient, record: JobRecord, ui: Ui) -> JobRecord:
+    """Wait until one attempt has ended; may return the record of a later one."""
     return await _wait_end(client, record, ui, asyncio.Event())
+
+
+async def print_attempts(
+    client: MeshClient, record: JobRecord, ui: Ui, *, ranks: frozenset[int] | None = None
+) -> None:
+    """Print what all attempts of a job have printed so far.
+
+    Raises:
+        GpuLayerError: after everything else, where lines cannot be had.
+    """
+    missing: GpuLayerError | None = None
+    for attempt in await client.attempts(record) or [record]:
+        if attempt.spec.restart:
+            ui.note(attempt_line(attempt.spec))
+        try:
+            await print_log(client, attempt, ui, ranks=ranks)
+        except GpuLayerError as e:  # of a lost machine; the attempts after it have theirs
+            missing = missing or e
+        ui.finish()
+    if missing is not None:
+        raise missing
 
 
 async def _wait_end(
     client: MeshClient, record: JobRecord, ui: Ui, lines_done: asyncio.Event
 ) -> JobRecord:
+    """Wait until an attempt has ended; return its record, or a later one's if nobody knows it."""
     answered, failures = time.monotonic(), 0
+    said = False
     while True:
         try:
             record = await client.record(record)
             answered, failures = time.monotonic(), 0
-        except TransportError as e:
+        except (TransportError, NotFoundError) as e:
+            if isinstance(e, NotFoundError) and not may_follow(record):
+                raise
             silent_s, failures = time.monotonic() - answered, failures + 1
             if silent_s > LOST_S and failures > LOST_TRIES:
                 raise DiscoveryError(
@@ -102,6 +208,13 @@ async def _wait_end(
                 ) from e
             if failures == 3:  # one or two are a hiccup
                 ui.note(f"no node of job {record.spec.id} answers; trying again")
+            if may_follow(record):
+                with contextlib.suppress(GpuLayerError):
+                    if (later := await client.next_attempt(record)) is not None:
+                        return later
+        if (record.state is JobState.RESTARTING or record.successor) and not said:
+            said = True
+            ui.note(restarting_line(record))
         if record.state in OVER:
             return record
         if lines_done.is_set():
@@ -151,7 +264,11 @@ async def collect(
     everything, refused = placed(record.spec, offered)
     named, more = stayed(record.spec, answers)
     wanted = None if only is None else PurePosixPath(only)
-    files = [one for one in everything if wanted is None or wanted in (one[2], *one[2].parents)]
+    files = [
+        one
+        for one in everything
+        if (not _stays_there(one[1]) if wanted is None else wanted in (one[2], *one[2].parents))
+    ]
     unwelcome = [*refused, *named]
     for problem in unwelcome[:STAYED_SHOWN]:
         ui.note(problem)
@@ -259,6 +376,11 @@ def _unsafe(path: str) -> str | None:
     if {"", ".", ".."} & set(path.split("/")):
         return "is not relative and plain (no empty, '.' or '..' parts)"
     return None
+
+
+def _stays_there(file: OutputFile) -> bool:
+    """Return whether a file only serves the next attempt, and is as large as a checkpoint."""
+    return file.area == "out" and file.path.startswith(f"{ownfiles.RESUME}/")
 
 
 def _hidden(file: OutputFile) -> bool:

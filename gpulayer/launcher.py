@@ -279,12 +279,19 @@ async def _run_job(request: JobRequest) -> JobOutcome:
                     ui.detached(record)
                     return JobOutcome(job, ExitCode.OK, None)
 
+                asked: list[bool] = []  # to stop, or to kill
+
                 async def stop(kill: bool) -> None:
+                    asked.append(kill)
                     ui.stopping(job, kill, request.stop_grace_s)
                     await client.stop(job, grace_s=None, kill=kill)
 
+                async def began(further: JobRecord) -> None:
+                    if asked:  # while it started again
+                        await client.stop(further.spec.id, grace_s=None, kill=asked[-1])
+
                 interrupts.on_stop = stop
-                record = await jobs.follow(client, record, ui)
+                record = await jobs.follow(client, record, ui, began=began)
                 destination = request.root / "gpulayer_jobs" / job
                 await jobs.bring_home(client, record, destination, ui)
                 return outcome_of(record, destination)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpulayer_mesh.client import Queued
-    from gpulayer_mesh.core.jobspec import JobRecord, JobSpec, RankStatus
+    from gpulayer_mesh.core.jobspec import Failure, JobRecord, JobSpec, RankStatus
     from gpulayer_mesh.core.logrecord import LogRecord
     from gpulayer_mesh.core.placement import Plan
     from gpulayer_mesh.core.types import MemberSnapshot, Snapshot
@@ -346,6 +346,25 @@ def restart_lines(spec: JobSpec, names: Mapping[str, str]) -> list[str]:
     return [f"{head}" + (f"; {', '.join(watching)} keep copies" if watching else "")]
 
 
+def restarting_line(record: JobRecord) -> str:
+    """Return why an attempt ended, and that another one is being started."""
+    spec = record.spec
+    why = "it failed" if record.failure is None else _failed(record.failure)
+    return f"{why}; restarting ({spec.restart + 1} of {spec.restarts})"
+
+
+def attempt_line(spec: JobSpec) -> str:
+    """Return where an attempt after the first runs, and what it is called."""
+    nodes = ", ".join(dict.fromkeys(rank_nodes(spec)))
+    return f"restart {spec.restart} runs as job {spec.id} on {nodes}"
+
+
+def _failed(failure: Failure) -> str:
+    who = f"node {failure.node}" if failure.rank is None else f"rank {failure.rank}"
+    where = f" on {failure.node}" if failure.rank is not None else ""
+    return f"{who}{where} failed: {failure.reason}"
+
+
 def rank_nodes(spec: JobSpec) -> list[str]:
     """Return the node name of each rank."""
     return [slot.name for slot in spec.slots for _ in range(slot.processes)]
@@ -371,7 +390,7 @@ def job_lines(
     rows += [
         (
             r.spec.id,
-            r.state.value,
+            _state(r),
             r.spec.name,
             str(len(rank_nodes(r.spec))),
             ",".join(slot.name for slot in r.spec.slots),
@@ -387,6 +406,15 @@ def job_lines(
         width=width,
         shrink=(2, 4, 5),
     )
+
+
+def _state(record: JobRecord) -> str:
+    """Return a job's state; of an attempt that another one follows, which that is."""
+    state, spec = record.state.value, record.spec
+    if state != "restarting" and not record.successor:
+        return state
+    word = "restarted" if record.successor else state
+    return f"{word} {spec.restart + 1}/{spec.restarts}"
 
 
 def service_lines(services: Sequence[Service], *, width: int = TABLE_WIDTH) -> list[str]:
@@ -479,6 +507,10 @@ def job_json(record: JobRecord) -> dict[str, Any]:
             "tail": list(failure.tail),
         },
         "queue": None,
+        "restart": spec.restart,
+        "restarts": spec.restarts,
+        "origin": spec.origin or None,
+        "successor": record.successor or None,
     }
 
 
@@ -501,6 +533,10 @@ def queued_json(one: Queued) -> dict[str, Any]:
         "ranks": [],
         "failure": None,
         "queue": {"position": one.position, "needs": ticket.needs, "why": ticket.why},
+        "restart": 0,
+        "restarts": None,
+        "origin": None,
+        "successor": None,
     }
 
 
@@ -517,6 +553,7 @@ def log_json(spec: JobSpec, line: LogRecord) -> dict[str, Any]:
     nodes = rank_nodes(spec)
     return {
         "schema": SCHEMA,
+        "job": spec.id,
         "rank": line.rank,
         "node": nodes[line.rank] if line.rank < len(nodes) else "",
         "seq": line.seq,
@@ -542,21 +579,22 @@ def outcome_lines(record: JobRecord) -> tuple[list[str], tuple[str, ...]]:
     """Return how a job ended: our words, then the lines that must come last."""
     spec, failure = record.spec, record.failure
     head = f"job {spec.id} {record.state.value}"
+    took = f"after {duration(_ran_s(record))}"
+    if spec.restart:
+        took += f", restart {spec.restart} of {spec.restarts}"
     nodes = dict.fromkeys(rank_nodes(spec))
     where = f"{counted(len(rank_nodes(spec)), 'rank')} on {', '.join(nodes)}"
     if failure is None:
         cause = f": {record.cause}" if record.cause else ""
-        return [f"{head} after {duration(_ran_s(record))}{cause} ({where})"], ()
+        return [f"{head} {took}{cause} ({where})"], ()
     others: dict[str, list[int]] = {}
     for status in _statuses(record):
         if status.rank != failure.rank:
             others.setdefault(_ending(status), []).append(status.rank)
-    lines = [f"{head} after {duration(_ran_s(record))} ({where})"]
+    lines = [f"{head} {took} ({where})"]
     for ending, ranks in others.items():
         lines.append(f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}: {ending}")
-    who = f"node {failure.node}" if failure.rank is None else f"rank {failure.rank}"
-    where = f" on {failure.node}" if failure.rank is not None else ""
-    lines.append(f"{who}{where} failed: {failure.reason}")
+    lines.append(_failed(failure))
     return lines, failure.tail[-_TAIL_LINES:]
 
 

@@ -11,9 +11,10 @@ import pytest
 from gpulayer_mesh import client as clients
 from gpulayer_mesh.client import MeshClient
 from gpulayer_mesh.core import wire
-from gpulayer_mesh.core.jobspec import HostPhase, JobRecord, JobState
+from gpulayer_mesh.core.jobspec import HostPhase, JobRecord, JobSpec, JobState
 from gpulayer_mesh.core.logrecord import LogRecord, LogStream
-from gpulayer_mesh.errors import TransportError
+from gpulayer_mesh.core.restarts import Change, next_spec
+from gpulayer_mesh.errors import GpuLayerError, NotFoundError, TransportError
 from job_cases import node, report, spec
 
 
@@ -121,3 +122,116 @@ async def test_lines_that_cannot_be_had_are_missed_aloud(
     with pytest.raises(TransportError, match="lines are missing: box-1 does not answer"):
         await client.lines()
     assert sorted(client.seen) == EVERY_LINE[:4]
+
+
+# --- attempts ------------------------------------------------------------------------------------
+
+FIRST = spec(1, 1, restarts=3, voters=(node(0), node(1), node(2)))
+SECOND = next_spec(FIRST, Change(1, FIRST.slots, FIRST.voters))
+THIRD = next_spec(SECOND, Change(2, FIRST.slots, FIRST.voters))
+
+
+class Knowing(MeshClient):
+    """Members by number, each with the records it knows; the entry may be silent at first."""
+
+    def __init__(self, *known: list[JobRecord], silent_entry: bool = False) -> None:
+        self.known = dict(enumerate(known))
+        self.silent_entry = silent_entry
+        self.stopped: list[tuple[str, str]] = []
+
+    async def find_again(self) -> None:
+        self.silent_entry = False
+
+    async def snapshot(self) -> Any:
+        if self.silent_entry:
+            raise TransportError("the entry is gone")
+        return SimpleNamespace(
+            members=[SimpleNamespace(node=node(i), addresses=("x",)) for i in self.known]
+        )
+
+    async def queued(self) -> list[clients.Queued]:
+        return []
+
+    async def call(self, asked: str, method: str, path: str, *_: Any, **__: Any) -> Any:
+        records = next((known for i, known in self.known.items() if node(i) == asked), None)
+        if records is None:
+            raise TransportError("no answer")
+        if path == "/v1/jobs":
+            found: Any = records
+        else:
+            job = path.split("/")[3]
+            found = next((one for one in records if one.spec.id == job), None)
+            if found is None:
+                raise NotFoundError("no such job")
+            if method == "POST":
+                self.stopped.append((asked, job))
+        return wire.unpack(wire.pack(found), max_bytes=wire.BODY_MAX)
+
+
+def of(attempt: JobSpec, state: JobState, successor: str = "") -> JobRecord:
+    return JobRecord(attempt, state, node(0), successor=successor)
+
+
+ALL = [
+    of(FIRST, JobState.FAILED, SECOND.id),
+    of(SECOND, JobState.FAILED, THIRD.id),
+    of(THIRD, JobState.RUNNING),
+]
+
+
+@pytest.mark.parametrize("ident", [FIRST.id, SECOND.id, THIRD.id, SECOND.id[:6]])
+@pytest.mark.parametrize("known", [ALL, ALL[2:], ALL[1:]])
+async def test_id_of_any_attempt_finds_the_newest(ident: str, known: list[JobRecord]) -> None:
+    assert (await Knowing(known).find_job(ident)).spec.id == THIRD.id
+
+
+async def test_other_jobs_are_not_mixed_up_with_attempts() -> None:
+    other = JobRecord(spec(1, id="0123499999"), JobState.RUNNING, node(0))
+    client = Knowing([*ALL, other])
+    assert await client.find_job("0123499") == other
+    with pytest.raises(GpuLayerError, match=r"'01234' is ambiguous: .*, "):
+        await client.find_job("01234")
+
+
+async def test_attempts_are_listed_newest_first_and_known_in_order() -> None:
+    client = Knowing(ALL[:1], ALL[1:], silent_entry=True)
+    assert [one.spec.restart for one in await client.attempts(ALL[1])] == [0, 1, 2]
+    assert [one.spec.restart for one in await client.jobs()] == [2, 1, 0]
+    found = await client.next_attempt(ALL[0])
+    assert found is not None
+    assert found.spec.id == SECOND.id
+    assert await client.next_attempt(ALL[2]) is None
+
+
+async def test_record_that_names_a_successor_counts_more_than_the_keepers() -> None:
+    cut_off = of(FIRST, JobState.FAILED)
+    for order in ([[cut_off], ALL], [ALL, [cut_off]]):
+        records = await Knowing(*order).jobs()
+        assert next(one for one in records if one.spec.id == FIRST.id).successor == SECOND.id
+
+
+async def test_witness_is_asked_when_the_nodes_of_a_job_are_gone() -> None:
+    client = Knowing([], [], ALL[:1])
+    assert (await client.record(of(FIRST, JobState.RUNNING))).successor == SECOND.id
+    client = Knowing([], [], [])
+    with pytest.raises(NotFoundError):
+        await client.record(of(FIRST, JobState.RUNNING))
+    del client.known[1]
+    with pytest.raises(TransportError, match="no answer"):
+        await client.record(of(FIRST, JobState.RUNNING))
+
+
+async def test_current_record_is_of_the_newest_attempt_also_without_the_first() -> None:
+    for known in (ALL, ALL[2:]):
+        found = await Knowing([], known).current(of(FIRST, JobState.RUNNING))
+        assert found.spec.id == THIRD.id
+
+
+async def test_stop_reaches_the_attempt_that_has_just_begun() -> None:
+    class Late(Knowing):
+        async def find_job(self, ident: str) -> JobRecord:
+            return ALL[0]
+
+    client = Late(ALL)
+    await client.stop(FIRST.id, grace_s=None, kill=False)
+    assert [job for _, job in client.stopped] == [FIRST.id, SECOND.id, THIRD.id]

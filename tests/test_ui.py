@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -410,6 +411,45 @@ def test_success_and_stop_take_one_line() -> None:
     )
 
 
+def test_attempts_are_told_apart() -> None:
+    first = record(JobState.FAILED, Failure(None, "box-3", 1, "node lost: box-3"))
+    first = replace(first, spec=replace(first.spec, restarts=3), successor="7ht91zzkyy")
+    spec = replace(first.spec, id="7ht91zzkyy", origin=first.spec.id, restart=1)
+    second = replace(first, spec=spec, successor="", state=JobState.RESTARTING)
+    third = replace(second, state=JobState.FAILED)
+    rows = [line.split() for line in views.job_lines([third, second, first])]
+    assert [row[1] for row in rows[1:]] == ["failed", "restarting", "restarted"]
+    assert [row[2] for row in rows[2:]] == ["2/3", "1/3"]
+    assert views.restarting_line(second) == (
+        "node box-3 failed: node lost: box-3; restarting (2 of 3)"
+    )
+    assert outcome(third)[0].startswith("gpulayer: job 7ht91zzkyy failed after 12s, restart 1 of 3")
+    plain = views.jobs_json([second, first])["jobs"]
+    found = [[job[key] for key in ("restart", "restarts", "origin", "successor")] for job in plain]
+    assert found == [[1, 3, "k7f2k7f2k7", None], [0, 3, None, "7ht91zzkyy"]]
+
+
+@pytest.mark.parametrize(
+    ("restarts", "watching", "lines"),
+    [
+        (0, (), []),
+        (2, (), ["starts again after a failure, up to 2 times"]),
+        (1, ("4" * 64, "5" * 64), ["starts again after a failure, up to 1 time; box-4, 55555555 "
+                                   "keep copies"]),
+    ],
+)  # fmt: skip
+def test_job_that_may_start_again_says_what_it_survives(
+    restarts: int, watching: tuple[str, ...], lines: list[str]
+) -> None:
+    spec = record(JobState.RUNNING).spec
+    voters = (*(slot.node for slot in spec.slots), *watching) if restarts else ()
+    spec = replace(spec, restarts=restarts, voters=voters)
+    assert views.restart_lines(spec, {"4" * 64: "box-4"}) == lines
+    if restarts:
+        (alone,) = views.restart_lines(replace(spec, voters=voters[:2]), {})
+        assert "where a rank failed; a machine that is lost ends the job" in alone
+
+
 def test_queued_job_stands_on_top_with_place_and_reason() -> None:
     ticket = Ticket(4, "7ht91zzkyy", "9" * 64, "laptop-2", "big.py", "3 nodes", "box-1 is silent")
     lines = views.job_lines([record(JobState.RUNNING)], [Queued(ticket, 2, ("1" * 64,))], width=120)
@@ -429,6 +469,7 @@ def test_job_json_is_stable_and_carries_no_secret() -> None:
     assert set(job) == {
         "job", "name", "kind", "state", "cause", "exit_code", "accelerator", "submitter",
         "submitted_at", "ran_s", "ended_ago_s", "nodes", "ranks", "failure", "queue",
+        "restart", "restarts", "origin", "successor",
     }  # fmt: skip
     assert job["exit_code"] == 7
     assert [rank["node"] for rank in job["ranks"]] == ["box-1", "box-2", "box-3"]

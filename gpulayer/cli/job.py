@@ -16,6 +16,7 @@ from typing import Any
 
 from gpulayer_mesh.client import MeshClient, Queued
 from gpulayer_mesh.core.jobspec import OVER, JobKind, JobRecord
+from gpulayer_mesh.core.restarts import origin_of
 from gpulayer_mesh.core.types import Accelerator
 from gpulayer_mesh.errors import ConfigError, ExitCode, GpuLayerError
 
@@ -128,20 +129,40 @@ def logs(args: Namespace, ui: Ui) -> int:
 
     async def watch(client: MeshClient, record: JobRecord) -> int:
         if args.json:
-            async for line in client.logs(record, ranks=args.rank, follow=args.follow):
-                ui.data([json.dumps(log_json(record.spec, line))])
-            return exit_code(await client.record(record)) or 0 if args.follow else ExitCode.OK
+            return await _log_objects(client, record, args, ui)
         if not args.follow:
-            try:
-                await viewing.print_log(client, record, ui, ranks=args.rank)
-            finally:
-                ui.finish()
+            await viewing.print_attempts(client, record, ui, ranks=args.rank)
             return ExitCode.OK
         final = await viewing.follow(client, record, ui, ranks=args.rank)
         ui.outcome(final)
         return exit_code(final) or 0
 
     return _view(args, ui, watch)
+
+
+async def _log_objects(client: MeshClient, record: JobRecord, args: Namespace, ui: Ui) -> int:
+    """Print the lines of all attempts, or as they come those of the newest and what follows it."""
+
+    async def lines(attempt: JobRecord) -> None:
+        async for line in client.logs(attempt, ranks=args.rank, follow=args.follow):
+            ui.data([json.dumps(log_json(attempt.spec, line))])
+
+    async def see(attempt: JobRecord) -> JobRecord:
+        missing: GpuLayerError | None = None
+        try:
+            await lines(attempt)
+        except GpuLayerError as e:
+            missing = e
+        final = await viewing.wait_attempt(client, attempt, ui)
+        if missing is not None and not final.successor:
+            raise missing
+        return final
+
+    if args.follow:
+        return exit_code(await viewing.through_attempts(client, record, ui, see)) or 0
+    for attempt in await client.attempts(record) or [record]:
+        await lines(attempt)
+    return ExitCode.OK
 
 
 def attach(args: Namespace, ui: Ui) -> int:
@@ -204,15 +225,19 @@ async def stop_and_wait(
     client: MeshClient, record: JobRecord, args: Namespace, ui: Ui
 ) -> JobRecord:
     """End a job as `--grace` and `--kill` say; returns its last record."""
-    if record.state in OVER:
+    if record.state in OVER and not record.successor:
         return record
     own = record.spec.stop_grace_s if args.grace is None else args.grace
     grace_s = 0.0 if args.kill else own
     ui.note(f"stopping job {record.spec.id}: its ranks have {grace_s:g} s")
     record = await client.stop(record.spec.id, grace_s=args.grace, kill=args.kill)
+
+    async def again(further: JobRecord) -> None:  # it was about to start again
+        await client.stop(further.spec.id, grace_s=args.grace, kill=args.kill)
+
     try:
         async with asyncio.timeout(grace_s + _END_S):
-            return await viewing.wait_end(client, record, ui)
+            return await viewing.wait_end(client, record, ui, began=again)
     except TimeoutError:
         raise GpuLayerError(
             f"job {record.spec.id} has not ended after {grace_s + _END_S:g} s",
@@ -241,4 +266,4 @@ def get(args: Namespace, ui: Ui) -> int:
 
 
 def _home_of(record: JobRecord) -> Path:
-    return Path.cwd() / "gpulayer_jobs" / record.spec.id
+    return Path.cwd() / "gpulayer_jobs" / origin_of(record.spec)

@@ -18,8 +18,9 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from gpulayer_mesh.core import wire
-from gpulayer_mesh.core.jobspec import HostPhase, JobRecord, JobSpec, OutputFile, Outputs
+from gpulayer_mesh.core.jobspec import OVER, HostPhase, JobRecord, JobSpec, OutputFile, Outputs
 from gpulayer_mesh.core.logrecord import LogRecord, RecordParser
+from gpulayer_mesh.core.restarts import attempt_id, may_follow, origin_of
 from gpulayer_mesh.core.tickets import Standing, Ticket, positions
 from gpulayer_mesh.core.types import Address, Addresses, NodeId, Snapshot
 from gpulayer_mesh.errors import (
@@ -352,15 +353,54 @@ class MeshClient:
 
         nodes = [m.node for m in snapshot.members if m.addresses]
         answers = await asyncio.gather(*(of(node) for node in nodes), return_exceptions=True)
-        best: dict[str, JobRecord] = {}
+        best: dict[str, tuple[tuple[bool, ...], JobRecord]] = {}
         for node, records in _answered(nodes, answers):
             for job in records:
-                if job.spec.id not in best or job.keeper == node:
-                    best[job.spec.id] = job
-        return sorted(best.values(), key=lambda r: r.spec.submitted_at, reverse=True)
+                # A keeper that was cut off does not know what followed.
+                weight = (bool(job.successor), job.keeper == node, job.state in OVER)
+                if job.spec.id not in best or weight > best[job.spec.id][0]:
+                    best[job.spec.id] = weight, job
+        found = [record for _, record in best.values()]
+        return sorted(found, key=lambda r: (r.spec.submitted_at, r.spec.restart), reverse=True)
+
+    async def attempts(self, job: JobRecord) -> list[JobRecord]:
+        """Return the attempts of a job that reachable members know, the first one first."""
+        try:
+            records = await self.jobs()
+        except TransportError:  # of the member that we ask for the others
+            await self.find_again()
+            records = await self.jobs()
+        origin = origin_of(job.spec)
+        return [one for one in reversed(records) if origin_of(one.spec) == origin]
+
+    async def next_attempt(self, job: JobRecord) -> JobRecord | None:
+        """Return the attempt that followed one, if a member knows it."""
+        later = (one for one in await self.attempts(job) if one.spec.restart > job.spec.restart)
+        return next(later, None)
+
+    async def current(self, job: JobRecord) -> JobRecord:
+        """Return the newest record of the newest attempt.
+
+        Raises:
+            GpuLayerError: no node of it answered.
+        """
+        while True:
+            try:
+                job = await self.record(job)
+            except (TransportError, NotFoundError):
+                later = await self.next_attempt(job) if may_follow(job) else None
+                if later is None:
+                    raise
+            else:
+                later = await self.next_attempt(job) if job.successor else None
+                if later is None:
+                    return job
+            job = later
 
     async def find(self, ident: str) -> JobRecord | Queued:
         """Return the one job whose id starts with `ident`, also one that still waits.
+
+        The id of any attempt finds the newest.
 
         Raises:
             GpuLayerError: none or several. ConfigError: `ident` is empty.
@@ -369,13 +409,17 @@ class MeshClient:
             raise ConfigError("no job named", hint="`gpulayer jobs` lists them")
         records, waiting = await asyncio.gather(self.jobs(), self.queued())
         known: dict[str, JobRecord | Queued] = {one.ticket.job: one for one in waiting}
-        known |= {record.spec.id: record for record in records}
-        found = [job for job in known if job.startswith(ident.lower())]
-        if len(found) == 1:
-            return known[found[0]]
+        for record in reversed(records):  # the newest attempt last
+            origin = origin_of(record.spec)
+            earlier = (attempt_id(origin, number) for number in range(record.spec.restart))
+            known |= dict.fromkeys((*earlier, record.spec.id), record)
+        found = {job: one for job, one in known.items() if job.startswith(ident.lower())}
         if not found:
             raise GpuLayerError(f"no job {ident!r}", hint="`gpulayer jobs` lists them")
-        names = ", ".join(found[:5])
+        first, *others = found.values()
+        if all(one is first for one in others):
+            return first
+        names = ", ".join(list(found)[:5])
         raise GpuLayerError(f"job {ident!r} is ambiguous: {names}", hint="give more characters")
 
     async def find_job(self, ident: str) -> JobRecord:
@@ -393,7 +437,7 @@ class MeshClient:
         )
 
     async def record(self, job: JobRecord) -> JobRecord:
-        """Return the newest record, from the keeper or else from any participant.
+        """Return the newest record, from the keeper or else from any participant or voter.
 
         Raises:
             GpuLayerError: no node of the job answered.
@@ -403,13 +447,20 @@ class MeshClient:
             path = f"/v1/jobs/{job.spec.id}"
             return self.decode_record(await self.call(node, "GET", path, deadline_s=RECORD_S))
 
-        waiting = [job.keeper, *(s.node for s in job.spec.slots if s.node != job.keeper)]
-        error: BaseException = TransportError(f"no node of job {job.spec.id} answered")
+        return await self._first_answer(job, ask)
+
+    async def _first_answer(
+        self, job: JobRecord, ask: Callable[[NodeId], Awaitable[JobRecord]]
+    ) -> JobRecord:
+        """Ask those who know a job, one after the other, a silent one beside the next."""
+        nodes = (job.keeper, *(slot.node for slot in job.spec.slots), *job.spec.voters)
+        waiting = list(dict.fromkeys(nodes))
+        error: GpuLayerError | None = None
         asked: set[asyncio.Task[JobRecord]] = set()
         try:
             while waiting or asked:
                 if waiting:
-                    asked.add(asyncio.create_task(ask(waiting.pop(0))))
+                    asked.add(asyncio.ensure_future(ask(waiting.pop(0))))
                 done, asked = await asyncio.wait(
                     asked,
                     # A node that is cut off does not refuse, it says nothing.
@@ -422,27 +473,34 @@ class MeshClient:
                         return task.result()
                     if not isinstance(found, GpuLayerError):
                         raise found
-                    error = found
+                    # That one does not know it says nothing of those that are silent.
+                    if error is None or not isinstance(found, NotFoundError):
+                        error = found
         finally:
             for task in asked:
                 task.cancel()
             await asyncio.gather(*asked, return_exceptions=True)
+        assert error is not None  # a job has a node
         raise error
 
     async def stop(self, job: str, *, grace_s: float | None, kill: bool) -> JobRecord:
-        """Stop a job that has left the queue, in whatever state it is; safe to repeat."""
+        """Stop a job that has left the queue, in whatever state it is; safe to repeat.
+
+        The id of any attempt stops the newest, also one that starts meanwhile.
+        """
         record = await self.find_job(job)
         body = {"grace_s": grace_s, "kill": kill}
-        nodes = [record.keeper, *(s.node for s in record.spec.slots if s.node != record.keeper)]
-        error: Exception = TransportError(f"no node of job {job} answered")
-        for node in nodes:
-            try:
-                plain = await self.call(node, "POST", f"/v1/jobs/{record.spec.id}/stop", body)
-            except GpuLayerError as e:
-                error = e
-                continue
-            return self.decode_record(plain)
-        raise error
+
+        async def ask(node: NodeId) -> JobRecord:
+            path = f"/v1/jobs/{record.spec.id}/stop"
+            return self.decode_record(await self.call(node, "POST", path, body))
+
+        while True:
+            record = await self._first_answer(record, ask)
+            later = await self.next_attempt(record) if record.successor else None
+            if later is None:
+                return record
+            record = later
 
     async def logs(
         self, record: JobRecord, *, ranks: frozenset[int] | None, follow: bool

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+from argparse import Namespace
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from gpulayer_mesh.client import MeshClient
 from gpulayer_mesh.core.jobspec import (
+    OVER,
+    Failure,
     JobKind,
     JobRecord,
     JobSpec,
@@ -23,15 +26,23 @@ from gpulayer_mesh.core.jobspec import (
     Stayed,
 )
 from gpulayer_mesh.core.logrecord import LogRecord, LogStream
+from gpulayer_mesh.core.restarts import Change, next_spec
 from gpulayer_mesh.core.types import Accelerator
-from gpulayer_mesh.errors import DiscoveryError, GpuLayerError, NotAllowedError, TransportError
+from gpulayer_mesh.errors import (
+    DiscoveryError,
+    GpuLayerError,
+    NotAllowedError,
+    NotFoundError,
+    TransportError,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpulayer import jobs
+from gpulayer.cli import job as command
 from gpulayer.ui import Ui
 
-A, B = "a" * 64, "b" * 64
+A, B, C = "a" * 64, "b" * 64, "c" * 64
 SPEC = JobSpec(
     id="k7f2k7f2k7",
     kind=JobKind.DISTRIBUTED,
@@ -118,6 +129,59 @@ class ScriptedClient:
         dest.write_bytes(data)
 
 
+LOST = Failure(None, "box-2", 1, "node lost: box-2 did not answer for 20 s")
+FIRST = replace(SPEC, restarts=3)
+SECOND = next_spec(FIRST, Change(1, (Slot(A, "box-1", 1), Slot(C, "box-3", 2)), (A, C)))
+THIRD = next_spec(SECOND, Change(2, SECOND.slots, SECOND.voters))
+
+
+def at(spec: JobSpec, state: JobState, **fields: Any) -> JobRecord:
+    ended = 0.1 if state in OVER else None
+    return JobRecord(spec, state, spec.slots[0].node, ended_age_s=ended, **fields)
+
+
+class Attempts(ScriptedClient):
+    """A job's attempts: answers and lines by number.
+
+    Args:
+        silent: which question for the next attempt nobody answers.
+    """
+
+    def __init__(self, *attempts: list[JobRecord | Exception], silent: int = 0) -> None:
+        super().__init__()
+        self.answers = list(attempts)
+        self.questions, self.unanswered = 0, silent
+        self.stopped: list[str] = []
+
+    async def record(self, job: JobRecord) -> JobRecord:
+        self.records = self.answers[job.spec.restart]
+        return await super().record(job)
+
+    async def logs(
+        self, record: JobRecord, *, ranks: frozenset[int] | None, follow: bool
+    ) -> AsyncIterator[LogRecord]:
+        yield line(0, f"of {record.spec.restart}\n")
+        if isinstance(self.answers[record.spec.restart][-1], Exception):
+            raise TransportError("lines are missing: box-2 does not answer")
+
+    async def attempts(self, record: JobRecord) -> list[JobRecord]:
+        found = [[one for one in some if isinstance(one, JobRecord)] for some in self.answers]
+        return [some[-1] for some in found if some]
+
+    async def next_attempt(self, record: JobRecord) -> JobRecord | None:
+        self.questions += 1
+        if self.questions == self.unanswered:
+            raise TransportError("the member that was asked is gone, too")
+        return next(
+            (one for one in await self.attempts(record) if one.spec.restart > record.spec.restart),
+            None,
+        )
+
+    async def stop(self, job: str, *, grace_s: float | None, kill: bool) -> JobRecord:
+        self.stopped.append(job)
+        return RUNNING
+
+
 class Screen:
     def __init__(self) -> None:
         self.out, self.err = io.StringIO(), io.StringIO()
@@ -200,6 +264,112 @@ async def test_cancelled_viewer_leaves_no_task_behind(screen: Screen) -> None:
     with pytest.raises(asyncio.CancelledError):
         await watching
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+# --- a job that starts again ---------------------------------------------------------------------
+
+RESTARTED = [
+    [
+        at(FIRST, JobState.RUNNING),
+        at(FIRST, JobState.RESTARTING, failure=LOST),
+        at(FIRST, JobState.RESTARTING, failure=LOST),
+        at(FIRST, JobState.FAILED, failure=LOST, successor=SECOND.id),
+    ],
+    [at(SECOND, JobState.STARTING), at(SECOND, JobState.SUCCEEDED)],
+]
+
+
+async def test_viewer_goes_on_with_the_next_attempt_and_says_so_once(screen: Screen) -> None:
+    client = Attempts(*map(list, RESTARTED))
+    began: list[JobRecord] = []
+
+    async def note(record: JobRecord) -> None:
+        began.append(record)
+
+    final = await jobs.follow(scripted(client), RESTARTED[0][0], screen.ui, began=note)
+    assert final == RESTARTED[1][-1]
+    assert [one.spec.id for one in began] == [SECOND.id]
+    assert screen.out.getvalue() == "[0|box-1] of 0\n[0|box-1] of 1\n"
+    assert screen.err.getvalue().splitlines() == [
+        f"gpulayer: node box-2 failed: {LOST.reason}; restarting (1 of 3)",
+        f"gpulayer: restart 1 runs as job {SECOND.id} on box-1, box-3",
+    ]
+
+
+async def test_attempts_that_a_viewer_missed_are_gone_through_in_order(screen: Screen) -> None:
+    failed = Failure(1, "box-3", 7, "exit code 7")
+    client = Attempts(
+        [at(FIRST, JobState.FAILED, failure=LOST, successor=SECOND.id)],
+        [at(SECOND, JobState.FAILED, failure=failed, successor=THIRD.id)],
+        [at(THIRD, JobState.FAILED, failure=failed)],
+    )
+    final = await jobs.wait_end(scripted(client), at(FIRST, JobState.RUNNING), screen.ui)
+    assert (final.spec.id, final.state) == (THIRD.id, JobState.FAILED)
+    assert [row.partition(";")[0] for row in screen.err.getvalue().splitlines()] == [
+        "gpulayer: node box-2 failed: node lost: box-2 did not answer for 20 s",
+        f"gpulayer: restart 1 runs as job {SECOND.id} on box-1, box-3",
+        "gpulayer: rank 1 on box-3 failed: exit code 7",
+        f"gpulayer: restart 2 runs as job {THIRD.id} on box-1, box-3",
+    ]
+
+
+@pytest.mark.parametrize("answer", [TransportError("no node answered"), NotFoundError("no job")])
+async def test_next_attempt_is_found_when_all_nodes_of_the_last_are_gone(
+    answer: Exception, screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "DRAIN_S", 0.05)
+    client = Attempts([at(FIRST, JobState.RUNNING), answer], list(RESTARTED[1]), silent=1)
+    final = await jobs.follow(scripted(client), at(FIRST, JobState.RUNNING), screen.ui)
+    assert final == RESTARTED[1][-1]
+    assert "of 1\n" in screen.out.getvalue()
+
+
+async def test_end_told_by_a_node_that_was_cut_off_is_not_believed(screen: Screen) -> None:
+    client = Attempts([at(FIRST, JobState.FAILED, failure=LOST)], list(RESTARTED[1]))
+    final = await jobs.wait_end(scripted(client), at(FIRST, JobState.RUNNING), screen.ui)
+    assert final == RESTARTED[1][-1]
+
+
+@pytest.mark.parametrize(
+    "last",
+    [at(FIRST, JobState.CANCELLED, cause="stopped by laptop"), at(FIRST, JobState.SUCCEEDED)],
+)
+async def test_job_that_was_stopped_or_succeeded_has_no_next_attempt(
+    last: JobRecord, screen: Screen
+) -> None:
+    client = Attempts([last], list(RESTARTED[1]))
+    assert await jobs.wait_end(scripted(client), last, screen.ui) == last
+
+
+async def test_lines_of_all_attempts_are_printed_in_order_and_missing_ones_missed(
+    screen: Screen,
+) -> None:
+    client = Attempts([RESTARTED[0][-1], TransportError("gone")], [at(SECOND, JobState.RUNNING)])
+    with pytest.raises(TransportError, match="box-2 does not answer"):
+        await jobs.print_attempts(scripted(client), at(SECOND, JobState.RUNNING), screen.ui)
+    assert screen.out.getvalue() == "[0|box-1] of 0\n[0|box-1] of 1\n"
+    assert f"restart 1 runs as job {SECOND.id}" in screen.err.getvalue()
+
+
+async def test_job_that_starts_again_while_it_is_stopped_is_stopped_there(screen: Screen) -> None:
+    client = Attempts(*map(list, RESTARTED))
+    args = Namespace(grace=None, kill=False)
+    record = at(FIRST, JobState.RUNNING)
+    final = await command.stop_and_wait(scripted(client), record, args, screen.ui)
+    assert final.spec.id == SECOND.id
+    assert client.stopped == [FIRST.id, SECOND.id]
+
+
+async def test_files_for_the_next_attempt_stay_unless_they_are_asked_for(
+    screen: Screen, tmp_path: Path
+) -> None:
+    kept = ".gpulayer-result/resume/0.ckpt"
+    client = ScriptedClient(files=[(A, out(kept)), (A, out("model.pt"))])
+    home = await jobs.collect(scripted(client), DONE, tmp_path, screen.ui)
+    assert home == [tmp_path / "model.pt"]
+    assert await jobs.collect(scripted(client), DONE, tmp_path, screen.ui, only=kept) == [
+        tmp_path / kept
+    ]
 
 
 # --- collect -------------------------------------------------------------------------------------

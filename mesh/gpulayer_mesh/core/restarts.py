@@ -27,6 +27,7 @@ from gpulayer_mesh.core.jobspec import (
     RESTARTS_MAX,
     VOTERS_MAX,
     JobKind,
+    JobRecord,
     JobSpec,
     Slot,
 )
@@ -57,6 +58,11 @@ def attempt_id(origin: str, restart: int) -> str:
 def origin_of(spec: JobSpec) -> str:
     """Return the id of a job's first attempt."""
     return spec.origin or spec.id
+
+
+def may_follow(record: JobRecord) -> bool:
+    """Return whether an attempt may have a next one, perhaps unknown to who wrote its record."""
+    return not record.cause and record.spec.restart < record.spec.restarts
 
 
 def next_spec(previous: JobSpec, change: Change) -> JobSpec:
