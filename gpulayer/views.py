@@ -343,7 +343,7 @@ def restart_lines(spec: JobSpec, names: Mapping[str, str]) -> list[str]:
     if len(spec.voters) < VOTERS_MIN:
         machines = "a machine that is lost ends the job: that takes three machines"
         return [f"{head}, where a rank failed; {machines}"]
-    return [f"{head}" + (f"; {', '.join(watching)} keep copies" if watching else "")]
+    return [f"{head}" + (f"; copies also on {', '.join(watching)}" if watching else "")]
 
 
 def restarting_line(record: JobRecord) -> str:

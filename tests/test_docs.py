@@ -55,7 +55,7 @@ PRINTED = {
     "trained.py": r"32 steps, val_loss \d\.\d{4}",
     "squares.py": r"sum of squares: 30",
 }
-BROUGHT = {"launched.py": "total.txt", "looped.py": "model.pt"}
+BROUGHT = {"launched.py": "total.txt", "looped.py": "model.pt", "survives.py": "state.pt"}
 
 PROMPT = re.compile(r"(?:[a-z]+(?:-\d)?)?\$ +(.+)")
 PROGRAMS = re.compile(r"(?:gpulayer|gpulayer-agent|python3?|pip|sudo|scripts/\w+|\./\S+)(?: .*|)")

@@ -434,8 +434,8 @@ def test_attempts_are_told_apart() -> None:
     [
         (0, (), []),
         (2, (), ["starts again after a failure, up to 2 times"]),
-        (1, ("4" * 64, "5" * 64), ["starts again after a failure, up to 1 time; box-4, 55555555 "
-                                   "keep copies"]),
+        (1, ("4" * 64, "5" * 64), ["starts again after a failure, up to 1 time; copies also on "
+                                   "box-4, 55555555"]),
     ],
 )  # fmt: skip
 def test_job_that_may_start_again_says_what_it_survives(

@@ -389,3 +389,37 @@ def test_two_ranks_go_on_below_other_folders(strategy: str, tmp_path: Path) -> N
     assert second.told()["best"][1]
     rows = "out/rank0/gpulayer_logs/version_0/metrics.csv"
     assert (tmp_path / "second" / rows).read_text() == (tmp_path / "whole" / rows).read_text()
+
+
+@pytest.mark.network
+@pytest.mark.slow
+def test_script_of_the_page_goes_on_where_it_was(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "restarts.md").read_text()
+    script = page.partition("```python\n# survives.py\n")[2].partition("```")[0]
+    loop = "for epoch in range(begin, 5):\n"
+    dies = (
+        "    if epoch == 3 and os.environ['GPULAYER_RESTART'] == os.environ['DIES']: os._exit(9)\n"
+    )
+    assert loop in script
+    script = script.replace(loop, f"print('from', begin)\n{loop}{dies}")
+
+    def attempt(name: str, number: int, dies: str) -> tuple[Ranks, Path]:
+        out = tmp_path / name / "out"
+        for rank in range(2):
+            (out / f"rank{rank}").mkdir(parents=True, exist_ok=True)
+        found = {"GPULAYER_JOB": "j", "GPULAYER_RESTART": str(number), "DIES": dies}
+        if number:
+            found["GPULAYER_RESTORED"] = str(tmp_path / name / "restored")
+        ranks = Ranks(
+            tmp_path / name / "work", script, 2,
+            environ=lambda rank: found | {"GPULAYER_OUT": str(out / f"rank{rank}")},
+        )  # fmt: skip
+        return ranks, out / "rank0" / "state.pt"
+
+    _, whole = attempt("whole", 0, "never")
+    assert attempt("first", 0, "0")[0].codes == [9, 9]
+    shutil.copytree(tmp_path / "first" / "out" / "rank0", tmp_path / "second" / "restored")
+    ranks, went_on = attempt("second", 1, "0")
+    assert [text.splitlines()[-1] for text in ranks.check().output] == ["from 3", "from 3"]
+    states = [torch.load(path, weights_only=True) for path in (whole, went_on)]
+    assert repr(states[0]) == repr(states[1])
