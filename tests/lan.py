@@ -226,6 +226,12 @@ class Host:
         new = ["--syn"] if protocol == "tcp" else []
         self._filter("-A", "INPUT", "-i", "eth0", "-p", protocol, *new, "--dport", ports)
 
+    def deafen(self, port: str, sources: Sequence[str]) -> None:
+        """Drop silently all that these addresses send to a TCP port, open connections included."""
+        for source in sources:
+            rule = ["-A", "INPUT", "-i", "eth0", "-s", source, "-p", "tcp", "--dport", port]
+            _run("ip", "netns", "exec", self.namespace, "iptables", "-w", *rule, "-j", "DROP")
+
     def loss(self, percent: float) -> None:
         """Lose this share of all incoming packets at random."""
         probability = f"{percent / 100:.4f}"

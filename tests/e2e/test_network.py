@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -129,6 +130,60 @@ def test_cut_cable_fails_the_job_by_name(mesh: LanMesh, rank: int) -> None:
         box.restore()
     until(lambda: not mesh.ranks(), 30)
     until(lambda: mesh.state(name) == "alive", 60)
+
+
+def test_nodes_that_start_nothing_are_named_within_a_minute(mesh: LanMesh) -> None:
+    folder = mesh.laptop.home / "starts-nothing"
+    folder.mkdir()
+    (folder / "train.py").write_text("print('up')")
+    command = [GPULAYER, "run", "--nodes", "3", "--", "python", "train.py"]
+    # The source is on all of them from then on, so nothing but the order to start is missing.
+    assert mesh.laptop.run(command, cwd=folder).returncode == 0
+    port = mesh.status()[mesh.boxes[0].name]["addresses"][0].rpartition(":")[2]
+    boxes = [box.address for box in mesh.boxes]
+    for box in mesh.boxes:
+        box.deafen(port, [address for address in boxes if address != box.address])
+    started = time.monotonic()
+    try:
+        done = mesh.laptop.run(command, cwd=folder, timeout=100)
+    finally:
+        for box in mesh.boxes:
+            box.clear()
+    took = time.monotonic() - started
+    assert done.returncode == 1, done.stderr
+    said = re.search(r"not started within 50 s: (.*)", done.stderr)
+    assert said, done.stderr
+    late = re.findall(r"rank (\d) on (\S+) \(([^)]+)", said[1])
+    assert [rank for rank, _, _ in late] == ["1", "2"]
+    planned = dict(re.findall(r"^gpulayer:   rank  (\d)  (\S+)", done.stderr, re.MULTILINE))
+    assert {rank: name for rank, name, _ in late} == {r: planned[r] for r in ("1", "2")}
+    assert all(state for _, _, state in late)
+    print(f"failed after {took:.1f} s")
+    until(lambda: not mesh.ranks(), 40)
+
+
+SAYS_WHEN = "import time; print('up at', time.time())"
+
+
+def test_no_rank_starts_before_a_slow_node_has_everything(mesh: LanMesh) -> None:
+    folder = mesh.laptop.home / "slow-node"
+    folder.mkdir()
+    (folder / "train.py").write_text(SAYS_WHEN)
+    (folder / "large.bin").write_bytes(os.urandom(20_000_000))
+    slow = mesh.boxes[2]
+    slow.shape(4)  # 40 s, longer than a reservation that nobody renews
+    try:
+        started = time.time()
+        done = mesh.laptop.run(
+            [GPULAYER, "run", "--nodes", "3", "--", "python", "train.py"], cwd=folder, timeout=200
+        )
+    finally:
+        slow.clear()
+    assert done.returncode == 0, done.stderr
+    times = [float(at) - started for at in re.findall(r"up at ([\d.]+)", done.stdout)]
+    print("up after", times)
+    assert len(times) == 3
+    assert min(times) > 35
 
 
 COUNTING = """

@@ -46,7 +46,7 @@ from gpulayer_mesh.core.types import NodeId
 from gpulayer_mesh.errors import IllegalTransitionError, RemoteProtocolError
 
 GO_S = 30.0  # a keeper that never gets the go order forgets the job
-START_S = 60.0  # from go to the last rank's process
+START_S = 50.0  # from go to the last rank's process; whoever waits knows within a minute
 RENEW_S = 2.0  # a host gives up after 25 s: twelve tries
 CALL_S = 5.0  # a call unanswered for so long is repeated; the shell's own deadline is no longer
 HOST_LOST_S = 20.0  # ten missed renewals; a job on a lost node fails within 30 s
