@@ -1,11 +1,13 @@
 """Copies of a running job's files on a second machine: what counts, what is sent, who holds it.
 
-Rules. A file counts once it stayed the same from one look to the next; what is still written,
-and what has just gone, stays in the list as it was for as long as the holder has that content, so
-that a holder never drops the last checkpoint for one that is not there yet. A small file that
-only grows, a log, is taken as far as it goes every half a minute. The holder is the first voter
-behind the sender that answers. A list has a version; a newer one takes the place of an older one
-once all its files have arrived.
+Rules. A file counts once it stayed the same from one look to the next, or was replaced by another
+before each of two looks: one renamed into place is whole, however soon the next one comes. What
+counts is pinned under its hash, so it can be fetched although the job replaces it. What is still
+written, and what has just gone, stays in the list as it was for as long as it is pinned or the
+holder has it, so that a holder never drops the last checkpoint for one that is not there yet. A
+small file that only grows, a log, is taken as far as it goes every half a minute. The holder is the
+first voter behind the sender that answers. A list has a version; a newer one takes the place of an
+older one once all its files have arrived.
 
 `Watch` is the sender's view of its files, `Link` its view of the holder. This module does not know
 folders, requests or how files travel.
@@ -161,6 +163,7 @@ class _Seen:
     stamp: Stamp
     settled: bool
     since: float  # when it began to change, or was last taken while it did
+    replaced: int = 0  # looks in a row before which it became another file
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,7 @@ class _Known:
     stamp: Stamp  # `sha256` is of the first `stamp.size` bytes
     sha256: bytes
     growing: bool
+    pinned: bool
 
 
 class Watch:
@@ -192,6 +196,9 @@ class Watch:
         for key, stamp in found.items():
             before = self._seen.get(key)
             one = seen[key] = _Seen(stamp, before is not None and before.stamp == stamp, now)
+            if before is not None and before.stamp.inode != stamp.inode:
+                one.replaced = before.replaced + 1
+                one.settled = one.replaced > 1
             if before is not None and not before.settled:
                 one.since = before.since
             grows = (
@@ -220,14 +227,19 @@ class Watch:
         """Whether a file that was asked for may grow while it is hashed."""
         return not self._seen[key].settled
 
-    def hashed(self, key: FileKey, stamp: Stamp, sha256: bytes) -> None:
+    def hashed(self, key: FileKey, stamp: Stamp, sha256: bytes, *, pinned: bool) -> None:
         """A file that was asked for, as it was found; leave it out if it changed meanwhile.
 
         Args:
             stamp: before the first byte was read.
             sha256: of as many bytes as it says.
+            pinned: it can be had by its hash, whatever becomes of its name.
         """
-        self._known[key] = _Known(stamp, sha256, self.may_grow(key))
+        self._known[key] = _Known(stamp, sha256, self.may_grow(key), pinned)
+
+    def pins(self) -> set[bytes]:
+        """Return the hashes of which a pin is still needed."""
+        return {known.sha256 for known in self._known.values() if known.pinned}
 
     def listed(self, kept: Collection[bytes]) -> tuple[OutputFile, ...]:
         """Return what the holder should hold.
@@ -246,8 +258,8 @@ class Watch:
 
     def _is_there(self, key: FileKey, known: _Known) -> bool:
         one = self._seen.get(key)
-        if one is None:
-            return False
+        if one is None or one.stamp.inode != known.stamp.inode:
+            return known.pinned
         return one.stamp == known.stamp or (known.growing and _extends(one.stamp, known.stamp))
 
 

@@ -247,6 +247,8 @@ class Copies:
                 await asyncio.sleep(max(self._pause_s, busy_s))
         finally:
             sender.stopped.set()  # a thread may be in the middle of a large file
+            with contextlib.suppress(OSError):
+                self._store.unpin(job_dir)
 
     async def _look(self, sender: _Sender) -> float:
         """See what has changed and hash it; return what the look alone took, in seconds."""
@@ -264,9 +266,13 @@ class Copies:
                 stopped=sender.stopped.is_set,
             )
             if hashed is not None:  # else it has changed, and the next look comes soon
-                sender.watch.hashed(key, *hashed)
+                stamp, sha256, pinned = hashed
+                sender.watch.hashed(key, stamp, sha256, pinned=pinned)
             if time.monotonic() - began >= HASH_S:
                 break
+        # What is on its way must stay, although it was replaced.
+        pins = sender.watch.pins() | set(sender.link.kept)
+        await asyncio.to_thread(self._store.unpin, sender.job_dir, keep=pins)
         return looked_s
 
     async def _tell(self, sender: _Sender) -> None:
@@ -601,6 +607,7 @@ class Copies:
         family = one.family
         await asyncio.to_thread(check_space, self._root, file.size)
         query = {"area": file.area, "rank": file.rank, "path": file.path, "offset": 0}
+        query["sha256"] = file.sha256.hex()
         path = f"/v1/jobs/{one.spec.id}/file?{urlencode(query, quote_via=quote)}"
         fresh = family.new / secrets.token_hex(16)
         try:

@@ -397,7 +397,12 @@ class JobDoor:
         rank = int(_number(request, "rank", 1_000_000))
         offset = int(_number(request, "offset", 2**62))
         area, path = request.query.get("area", ""), request.query.get("path", "")
-        return Stream(_pieces(self._site.store.open_output(one.path, area, rank, path), offset))
+        store = self._site.store
+        # With its hash, also what the job has replaced meanwhile.
+        fd = store.open_pinned(one.path, request.query.get("sha256", ""))
+        if fd is None:
+            fd = store.open_output(one.path, area, rank, path)
+        return Stream(_pieces(fd, offset))
 
     # --- rights ----------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import errno
 import hashlib
 import logging
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -41,6 +42,8 @@ log = logging.getLogger("gpulayer.store")
 QUOTA_BYTES = 10 * 1024**3  # five of the largest bundles; more saves uploads, costs disk
 # A job may not fill the disk: a tenth of it stays free, but not more than this on large ones.
 RESERVE_BYTES = 5 * 1024**3
+
+PINNED = "pinned"  # in a job's folder: files that are being copied, by hash
 
 _READ_BYTES = 1024 * 1024
 _KINDS = (
@@ -273,15 +276,16 @@ class ChunkStore:
     @staticmethod
     def hash_output(
         job_dir: Path, key: FileKey, *, may_grow: bool, stopped: Callable[[], bool]
-    ) -> tuple[Stamp, bytes] | None:
-        """Hash one file as it is now: its stamp, and the hash of as many bytes as that says.
+    ) -> tuple[Stamp, bytes, bool] | None:
+        """Hash one file as it is now and pin it: a link to it under its hash.
 
         Args:
             may_grow: what is appended meanwhile does not count.
             stopped: asked between pieces.
 
         Returns:
-            None if it cannot be read, has changed while it was, or nobody waits any more.
+            Its stamp, the hash of as many bytes as that says, and whether it is pinned; None if it
+            cannot be read, has changed while it was, or nobody waits any more.
         """
         try:
             with open(ChunkStore.open_output(job_dir, *key), "rb", buffering=0) as file:
@@ -294,7 +298,49 @@ class ChunkStore:
         except (OSError, NotFoundError):
             return None
         same = after.size >= before.size if may_grow else after == before
-        return (before, digest.digest()) if same and not left else None
+        if not same or left:
+            return None
+        sha256 = digest.digest()
+        return before, sha256, ChunkStore._pin(job_dir, key, before.inode, sha256)
+
+    @staticmethod
+    def _pin(job_dir: Path, key: FileKey, inode: int, sha256: bytes) -> bool:
+        area, rank, path = key
+        pin = job_dir / PINNED / sha256.hex()
+        try:
+            pin.parent.mkdir(mode=0o700, exist_ok=True)
+            fresh = pin.with_suffix(".new")
+            fresh.unlink(missing_ok=True)
+            os.link(f"{_area_dir(job_dir, area, rank)}/{path}", fresh, follow_symlinks=False)
+            if fresh.lstat().st_ino != inode:  # replaced since
+                fresh.unlink()
+                return False
+            fresh.replace(pin)
+            fresh.unlink(missing_ok=True)  # it was the same file already: rename does nothing
+        except OSError:  # another file system, or one without links
+            return False
+        return True
+
+    @staticmethod
+    def unpin(job_dir: Path, *, keep: Collection[bytes] = ()) -> None:
+        """Remove the pins of a job that nobody needs any more."""
+        names = {sha256.hex() for sha256 in keep}
+        with contextlib.suppress(FileNotFoundError):
+            for pin in os.scandir(job_dir / PINNED):
+                if pin.name not in names:
+                    os.unlink(pin.path)
+            if not names:
+                os.rmdir(job_dir / PINNED)
+
+    @staticmethod
+    def open_pinned(job_dir: Path, sha256: str) -> int | None:
+        """Open a pinned file by its hash in hex; None if there is none."""
+        if not re.fullmatch("[0-9a-f]{64}", sha256):
+            return None
+        try:
+            return os.open(job_dir / PINNED / sha256, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return None
 
     @staticmethod
     def open_output(job_dir: Path, area: str, rank: int, path: str) -> int:
