@@ -31,8 +31,8 @@ while not os.path.exists(sys.argv[1] + ".finish"):
     fresh = out.with_suffix(".tmp")
     fresh.write_text(str(number))
     fresh.replace(out)
-    if number == 40:
-        print("counted to 40", flush=True)
+    if number in (40, 120):
+        print("counted to", number, flush=True)
     if attempt == "0" and rank == "1" and os.path.exists(sys.argv[1] + ".fail"):
         sys.exit(7)
     time.sleep(0.1)
@@ -108,14 +108,103 @@ def test_lost_machine_of_rank_0_is_replaced_and_nothing_is_lost(whole: LanMesh) 
     run, marks = start(whole, "zero", "--nodes", "2", "--restarts", "1")
     lost, stays = host_of(whole, run, 0), host_of(whole, run, 1)
     for rank in (0, 1):
-        run.expect(rf"^\[{rank}\|\S+\] counted to 40", 60)
+        run.expect(rf"^\[{rank}\|\S+\] counted to 120", 60)
     power_off(lost)
     found = run.expect(r"^\[0\|(\S+)\] attempt 1 from (\d+), rank 0 was at (\d+)$", 120)
     assert found[1] not in (lost.name, stays.name)
-    assert int(found[2]) > 20  # copied every few seconds
+    assert int(found[2]) > 40  # copied every few seconds
     assert found[2] == found[3]
     found = run.expect(r"^\[1\|(\S+)\] attempt 1 from (\d+), rank 0 was at (\d+)$", 20)
     assert found[1] == stays.name
-    assert int(found[2]) >= 40
+    assert int(found[2]) >= 120
     mark(marks, "finish")
     assert run.wait(60) == 0, run.output()
+
+
+TRAINER = """
+import os, signal, sys
+import torch
+from gpulayer.pytorch import Module, ModelCheckpoint, Trainer, seed_everything
+from torch.utils.data import DataLoader, TensorDataset
+
+seed_everything(7)
+
+class Net(Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.ReLU(), torch.nn.Linear(8, 1)
+        )
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = torch.nn.functional.mse_loss(self.layers(x), y)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        first = os.environ.get("GPULAYER_RESTART") == "0"
+        if first and sys.argv[1] == "dies" and self.trainer.global_step == 17:
+            if self.trainer.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+x = torch.randn(64, 4)
+data = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4, shuffle=True)
+best = ModelCheckpoint(monitor="loss_epoch", save_top_k=2, every_n_train_steps=5, save_last=True)
+trainer = Trainer(
+    max_epochs=4, num_nodes=2, accelerator="cpu", devices=1, restarts=1, callbacks=[best],
+    enable_progress_bar=False, log_every_n_steps=1,
+)
+net = Net()
+trainer.fit(net, data)
+weights = torch.cat([p.detach().flatten() for p in net.parameters()])
+print("WEIGHTS", weights.double().sum().item().hex(), weights.abs().max().item().hex())
+loss = float(trainer.callback_metrics["loss"])
+print("AT", trainer.global_step, trainer.current_epoch, loss.hex())
+print("BEST", os.path.exists(best.best_model_path), os.path.basename(best.best_model_path))
+"""
+
+
+def test_trainer_goes_on_to_the_bit_after_a_rank_was_killed(whole: LanMesh) -> None:
+    folder = whole.laptop.home / "trainer"
+    folder.mkdir()
+    (folder / "train.py").write_text(TRAINER)
+    said = []
+    for how in ("lives", "dies"):
+        run = whole.laptop.popen(["python", "train.py", how], cwd=folder)
+        assert run.wait(120) == 0, run.output()
+        assert ("restart 1 runs as job" in run.output()) is (how == "dies")
+        said.append(re.findall(r"^(?:WEIGHTS|AT|BEST) .*$", run.output(), re.MULTILINE))
+    assert said[0] == said[1]
+    assert len(said[0]) == 3
+    assert said[0][2].startswith("BEST True ")
+    jobs_home = sorted((folder / "gpulayer_jobs").iterdir(), key=lambda path: path.stat().st_mtime)
+    rows = [next(home.rglob("metrics.csv")).read_text() for home in jobs_home]
+    assert rows[0] == rows[1]
+
+
+def test_job_on_one_machine_goes_on_elsewhere_when_that_is_lost(whole: LanMesh) -> None:
+    run, marks = start(whole, "alone", "--restarts", "2")
+    run.expect("^counted to 120", 60)
+    (job,) = [job for job in jobs(whole) if job["state"] == "running"]
+    (name,) = [node["name"] for node in job["nodes"]]  # type: ignore[attr-defined]
+    power_off(whole.lan[name])
+    found = run.expect(r"^attempt 1 from (\d+), rank 0 was at (\d+)$", 120)
+    assert found[1] == found[2]
+    assert int(found[1]) > 40
+    mark(marks, "finish")
+    assert run.wait(60) == 0, run.output()
+
+
+def test_job_that_waits_for_a_machine_to_start_again_can_be_stopped(whole: LanMesh) -> None:
+    run, _ = start(whole, "none", "--nodes", "3", "--restarts", "1")
+    lost = host_of(whole, run, 2)
+    run.expect(r"^\[0\|\S+\] counted to 40", 60)
+    power_off(lost)
+    run.expect(rf"node {lost.name} failed: node lost: .*; restarting \(1 of 1\)", 60)
+    # Whoever does not want to wait for a machine to come back stops it.
+    whole.gpulayer("stop", str(jobs(whole)[0]["job"]))
+    assert run.wait(60) == 130, run.output()
+    assert jobs(whole)[0]["state"] == "cancelled"
+    assert whole.ranks() == []

@@ -34,7 +34,7 @@ log = logging.getLogger("gpulayer.restarts")
 
 Order = TypeVar("Order")
 
-FREE_S = 90.0  # for a free node; a machine that comes back after a crash takes a minute
+FREE_S = 240.0  # for a free node; a machine that starts again takes a minute or three
 RETRY_S = 1.0
 STAGGER_S = 20.0  # between witnesses that miss the keeper
 SHOW_S = 45.0  # for an attempt that another has started to show; above a reservation's 30 s
