@@ -192,10 +192,22 @@ def test_rocm_uses_its_own_variable() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in got
 
 
+@pytest.mark.parametrize("name", ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"])
+def test_rocm_counts_within_the_lists_that_the_agent_was_given(name: str) -> None:
+    job = gpu_job(Accelerator.ROCM, 1, env={"ROCR_VISIBLE_DEVICES": "7"})
+    where = host({name: "2,3", "ROCR_VISIBLE_DEVICES": "4,5,6,7"}, gpus(Accelerator.ROCM, "", ""))
+    got = env(job, where=where)
+    assert (got["HIP_VISIBLE_DEVICES"], got["ROCR_VISIBLE_DEVICES"]) == ("3", "4,5,6,7")
+    assert "CUDA_VISIBLE_DEVICES" not in got
+    assert "ROCR_VISIBLE_DEVICES" not in env(job, where=host({}, gpus(Accelerator.ROCM, "", "")))
+
+
 def test_cpu_rank_on_a_machine_with_gpus_sees_none() -> None:
     where = host({"CUDA_VISIBLE_DEVICES": "0"}, gpus(Accelerator.CUDA, "GPU-a"))
     assert env(spec(1), where=where)["CUDA_VISIBLE_DEVICES"] == ""
     assert "CUDA_VISIBLE_DEVICES" not in env(spec(1))
+    where = host({"HIP_VISIBLE_DEVICES": "0"}, gpus(Accelerator.ROCM, ""))
+    assert env(spec(1), where=where)["HIP_VISIBLE_DEVICES"] == "-1"  # "" shows all to HIP
 
 
 def test_mps_falls_back_to_the_cpu_unless_the_user_says_otherwise() -> None:

@@ -168,15 +168,21 @@ def _see_granted_devices(
                 env.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order our indices have
         env["CUDA_VISIBLE_DEVICES"] = ",".join(ids)
     elif spec.accelerator is Accelerator.ROCM:
-        outer = [part for part in host.base.get("HIP_VISIBLE_DEVICES", "").split(",") if part]
+        # HIP reads the first of these that is not empty, and counts within what ROCr lets through.
+        lists = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+        listed = next((found for name in lists if (found := host.base.get(name))), "")
+        outer = [part for part in listed.split(",") if part]
         env["HIP_VISIBLE_DEVICES"] = ",".join(
             outer[index] if index < len(outer) else str(index) for index in granted
         )
+        if "ROCR_VISIBLE_DEVICES" in host.base:
+            env["ROCR_VISIBLE_DEVICES"] = host.base["ROCR_VISIBLE_DEVICES"]
     elif spec.accelerator is Accelerator.MPS:
         env.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")
     else:
-        # A CPU rank must not see devices that may be granted to another job.
+        # A CPU rank must not see devices that may be granted to another job. Metal has no such
+        # list.
         if Accelerator.CUDA in kinds:
             env["CUDA_VISIBLE_DEVICES"] = ""
         if Accelerator.ROCM in kinds:
-            env["HIP_VISIBLE_DEVICES"] = ""
+            env["HIP_VISIBLE_DEVICES"] = "-1"  # an empty list would count as none given
