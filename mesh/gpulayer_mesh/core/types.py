@@ -81,7 +81,7 @@ class Load:
 
     cpu_percent: Annotated[float, Meta(ge=0)] = 0.0  # of the whole machine, 0..100
     memory_available_mib: Annotated[int, Meta(ge=0)] = 0
-    free_slots: Annotated[int, Meta(ge=0)] = 0  # devices not granted to a job and not busy
+    free_slots: Annotated[int, Meta(ge=0)] = 0  # devices that a job would get now
     jobs: Annotated[int, Meta(ge=0)] = 0  # jobs with ranks on this node
 
 
@@ -90,6 +90,47 @@ class Accelerator(StrEnum):
     CUDA = "cuda"
     ROCM = "rocm"
     MPS = "mps"
+
+
+# Processes named per device, the others are counted: a device has one rank, seldom more, and all
+# devices of a machine (56 MIG instances) must fit one record of 32 KiB.
+NAMED_MAX = 2
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceProcess:
+    """A process that computes on a device."""
+
+    pid: Annotated[int, Meta(ge=0, lt=2**32)]  # NVML's are unsigned
+    name: Annotated[str, Meta(max_length=16)] = ""  # the kernel keeps 15 bytes; "": unreadable
+    job: Annotated[str, Meta(max_length=32)] = ""  # "": no rank of any job
+    memory_mib: Annotated[int, Meta(ge=0)] | None = None
+
+    def __str__(self) -> str:
+        name = f" ({self.name})" if self.name else ""
+        return f"pid {self.pid}{name}" + (f" of job {self.job}" if self.job else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """What jobs that are over have left on a device."""
+
+    processes: Annotated[tuple[DeviceProcess, ...], Meta(max_length=NAMED_MAX)] = ()
+    more: Annotated[int, Meta(ge=0)] = 0  # processes beyond those named
+    unseen_mib: Annotated[int, Meta(ge=0)] = 0  # not back, though no process is seen that has it
+
+    def __str__(self) -> str:
+        parts = [
+            f"{one} is still there"
+            if one.memory_mib is None
+            else f"{one} still holds {one.memory_mib:,} MiB"
+            for one in self.processes
+        ]
+        if self.more:
+            parts.append(f"{self.more} more processes")
+        if self.unseen_mib:
+            parts.append(f"{self.unseen_mib:,} MiB are taken by no process that can be seen")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +143,10 @@ class Device:
     uuid: Text = ""
     memory_total_mib: int | None = None  # None: unified memory, or not supported
     memory_free_mib: int | None = None
-    busy_pids: Annotated[int, Meta(ge=0)] = 0  # compute processes that are not ours
+    busy_pids: Annotated[int, Meta(ge=0)] = 0  # compute processes of others
     links: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()  # to device j: "NV4","PIX","SYS"
+    busy_by: Annotated[tuple[DeviceProcess, ...], Meta(max_length=NAMED_MAX)] = ()  # of busy_pids
+    blocked: Blocked | None = None  # is granted to nobody until that is gone
 
 
 @dataclass(frozen=True, slots=True)
