@@ -18,6 +18,7 @@ from urllib.parse import parse_qsl
 import mesh_cases
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from gpulayer_mesh.core import certificates, roster, wire
+from gpulayer_mesh.core.devicecare import DeviceCare
 from gpulayer_mesh.core.jobspec import (
     GoOrder,
     HostPhase,
@@ -31,13 +32,23 @@ from gpulayer_mesh.core.logrecord import RecordParser
 from gpulayer_mesh.core.manifest import Entry, Manifest, pack_manifest
 from gpulayer_mesh.core.roster import Roster, RosterBook
 from gpulayer_mesh.core.tickets import Ticket
-from gpulayer_mesh.core.types import Accelerator, Addresses, NodeId, NodeState, Role, Snapshot
+from gpulayer_mesh.core.types import (
+    Accelerator,
+    Addresses,
+    Capabilities,
+    NodeId,
+    NodeState,
+    Role,
+    Snapshot,
+)
 from gpulayer_mesh.errors import (
     NotAllowedError,
     TransportError,
 )
+from gpulayer_mesh.runtime.capabilities import Machine
 from gpulayer_mesh.runtime.copies import Copies
 from gpulayer_mesh.runtime.door import DoorRequest, Route
+from gpulayer_mesh.runtime.gpus import FakeNvml, Gpus
 from gpulayer_mesh.runtime.hosting import JobHost, Site
 from gpulayer_mesh.runtime.jobdoor import JobDoor
 from gpulayer_mesh.runtime.livejob import open_signed
@@ -154,7 +165,9 @@ class Mesh:
 class Box:
     """One agent's jobs, reached as through its door."""
 
-    def __init__(self, mesh: Mesh, name: str, *, cpus: int = 4) -> None:
+    def __init__(
+        self, mesh: Mesh, name: str, *, cpus: int = 4, nvml: FakeNvml | None = None
+    ) -> None:
         self.mesh = mesh
         self.name = name
         self.node = mesh.node(name)
@@ -165,6 +178,22 @@ class Box:
         self.unreachable: set[str] = set()
         self.shims = ShimRunner()
         self.reservations = Reservations(name, cpus=cpus)
+        self.nvml = nvml
+        self.ranks: dict[int, str] = {}  # pid on a pretended device -> job
+        self.published: list[Capabilities] = []
+        self.machine = Machine(
+            self.home,
+            python="/nowhere/python",  # there is no torch to be proven
+            version="0.1.0",
+            gpus=Gpus(
+                None,
+                nvml,
+                job_of=lambda pid: self.ranks.get(pid, ""),
+                name_of=lambda pid: "python" if pid in self.ranks else "blender",
+            ),
+            care=DeviceCare(self.reservations.holding, lambda job: job in self.host.jobs),
+            interfaces=lambda: (),
+        )
         self.host = JobHost(
             Site(
                 node=self.node,
@@ -177,9 +206,10 @@ class Box:
                 store=ChunkStore(self.home / "chunks"),
                 shims=self.shims,
                 call=self.call,
-                devices=lambda: (),
+                devices=lambda: self.machine.current.devices if self.machine.current else (),
+                care=self.machine,
                 interface_for=lambda hosts: None,
-                changed=lambda: None,
+                changed=self._changed,
             ),
             self._restarts,
         )
@@ -240,7 +270,21 @@ class Box:
         self.mesh.boxes[self.node] = self
         self.host.adopt()
         self.restarts.adopt()
-        self._running = asyncio.create_task(self.host.run())
+        loops = [self.host.run()]
+        if self.nvml is not None:
+            loops.append(self._follow_machine())
+        self._running = asyncio.gather(*loops)
+        if self.nvml is not None:
+            await eventually(lambda: bool(self.published))
+
+    async def _follow_machine(self) -> None:
+        async for capabilities in self.machine.changes():
+            self.reservations.set_devices([device.index for device in capabilities.devices])
+            self.published.append(capabilities)
+
+    def _changed(self) -> None:
+        if capabilities := self.machine.judge():
+            self.published.append(capabilities)
 
     async def crash(self) -> None:
         """End this agent without a word; its shims live on."""
@@ -252,7 +296,9 @@ class Box:
 
     async def restart(self) -> Box:
         await self.crash()
-        (box,) = await self.mesh.start(self.name)
+        box = Box(self.mesh, self.name, nvml=self.nvml)
+        box.ranks = self.ranks
+        await box.start()
         return box
 
     async def close(self) -> None:

@@ -31,8 +31,13 @@ def test_busy_device_names_the_holder_and_grants_nothing() -> None:
         box.grant(1.0, "job-b", processes=2, devices=(0, 1))
     assert not e.value.refusals[0].for_ever
     assert [g.job for g in box.grants] == ["job-a"]
-    with pytest.raises(PlacementBusyError, match="another program"):
-        box.grant(1.0, "job-b", processes=1, devices=(3,), busy={3})
+    unfit = {3: "is in use by pid 123 (blender)", 2: "is blocked: pid 9 is still there"}
+    for device, why in unfit.items():
+        with pytest.raises(PlacementBusyError) as e:
+            box.grant(1.0, "job-b", processes=1, devices=(device,), unfit=unfit)
+        assert e.value.message == f"bigbox: device {device} {why}"
+        assert not e.value.refusals[0].for_ever
+    assert box.grant(1.0, "job-b", processes=1, devices=(0,), unfit=unfit).devices == (0,)
 
 
 def test_what_can_never_be_is_told_apart_from_busy() -> None:

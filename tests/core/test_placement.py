@@ -6,9 +6,12 @@ import time
 from dataclasses import replace
 
 import pytest
+from gpulayer_mesh.core.devicecare import unfit
 from gpulayer_mesh.core.placement import Plan, Request, candidates, plan
 from gpulayer_mesh.core.types import (
     Accelerator,
+    Blocked,
+    DeviceProcess,
     Grant,
     NodeState,
     Role,
@@ -100,7 +103,7 @@ def test_every_other_member_is_refused_with_its_reason() -> None:
         "new": ("has no torch, or is still testing it", False),
         "plain": ("has no cuda device", True),
         "held": ("busy with job k7f2 (2 cuda devices asked, 1 free)", False),
-        "gamer": ("busy with other programs (2 cuda devices asked, 1 free)", False),
+        "gamer": ("busy with another program (2 cuda devices asked, 1 free)", False),
         "broken": ("its torch 2.13.0+cpu cannot drive cuda", True),
     }
     assert {r.node: (r.reason, r.for_ever) for r in found.refused} == expected
@@ -114,6 +117,44 @@ def test_never_and_busy_are_told_apart() -> None:
     error = never(Request(nodes=3, accelerator=CUDA), mesh(member("a", caps(1)), held))
     assert "only 2 of the mesh's 2 members" in error.message
     assert never(Request(), mesh()).refusals == ()
+
+
+def test_what_keeps_devices_is_named_and_may_go_away() -> None:
+    left = Blocked((DeviceProcess(4711, "python", "k7f2", 2048),))
+    unseen = Blocked(unseen_mib=3000)
+    blender = {"busy_pids": 1, "busy_by": (DeviceProcess(123, "blender"),)}
+
+    def box(*states: dict[str, object], grants: tuple[Grant, ...] = ()) -> Refusal:
+        have = caps(len(states))
+        devices = tuple(
+            replace(device, **state)  # type: ignore[arg-type]
+            for device, state in zip(have.devices, states, strict=True)
+        )
+        tested = member("box", replace(have, devices=devices), grants=grants)
+        request = Request(devices=len(states), accelerator=CUDA)
+        (refusal,) = busy(request, mesh(tested)).refusals
+        return refusal
+
+    pid = "pid 4711 (python) of job k7f2 still holds 2,048 MiB"
+    assert box({"blocked": left}) == Refusal(
+        "box", f"device 0 is blocked: {pid} (1 cuda devices asked, 0 free)", False
+    )
+    assert box(blender, {}).reason == "busy with pid 123 (blender) (2 cuda devices asked, 1 free)"
+    grants = (Grant("k9", 1, (0,)),)
+    found = box(blender | {"blocked": unseen}, blender, {"blocked": unseen}, {}, grants=grants)
+    assert found.reason == (
+        "busy with job k9, pid 123 (blender); device 2 is blocked: 3,000 MiB are taken by no "
+        "process that can be seen (4 cuda devices asked, 1 free)"
+    )
+    found = box(*[{"blocked": unseen}] * 5)
+    assert found.reason.endswith("seen and 2 more (5 cuda devices asked, 0 free)")
+
+
+def test_blocked_device_is_not_planned() -> None:
+    have = caps(2)
+    blocked = replace(have.devices[0], blocked=Blocked(unseen_mib=3000))
+    box = member("box", replace(have, devices=(blocked, have.devices[1])))
+    assert [slot.devices for slot in plan(Request(), mesh(box)).slots] == [(1,)]
 
 
 def test_busy_gpu_is_waited_for_instead_of_falling_back_to_the_cpu() -> None:
@@ -377,7 +418,7 @@ def test_plans_never_overcommit_and_explain_every_node(
             assert slot.processes <= chosen.caps.cpus
         else:
             assert slot.processes == len(set(slot.devices)) == len(slot.devices)
-            free = {d.index for d in chosen.caps.devices if not d.busy_pids} - held
+            free = {d.index for d in chosen.caps.devices if unfit(d) is None} - held
             assert set(slot.devices) <= free
             if request_.devices == "auto":
                 assert set(slot.devices) == free

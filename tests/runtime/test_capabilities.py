@@ -10,8 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from gpulayer_mesh.core.devicecare import DeviceCare, Reading
 from gpulayer_mesh.core.lease import Reservations
-from gpulayer_mesh.core.types import Accelerator, Capabilities, Device, Interface
+from gpulayer_mesh.core.types import (
+    Accelerator,
+    Capabilities,
+    Device,
+    DeviceProcess,
+    Interface,
+)
 from gpulayer_mesh.errors import GpuLayerError
 from gpulayer_mesh.runtime import capabilities
 from gpulayer_mesh.runtime.capabilities import Machine
@@ -23,7 +30,7 @@ KEY = json.dumps({"python": "3.11.7", "torch": "2.13.0", "path": "", "mtime_ns":
 class NoGpus:
     driver = ""
 
-    def devices(self) -> tuple[Device, ...]:
+    def read(self) -> tuple[Reading, ...]:
         return ()
 
 
@@ -31,9 +38,10 @@ class TwoGpus:
     driver = "580.95.05"
     pids = 0
 
-    def devices(self) -> tuple[Device, ...]:
+    def read(self) -> tuple[Reading, ...]:
+        processes = tuple(DeviceProcess(pid) for pid in range(self.pids))
         return tuple(
-            Device(Accelerator.CUDA, i, "L40S", f"GPU-{i}", 46068, 46000, busy_pids=self.pids)
+            Reading(Device(Accelerator.CUDA, i, "L40S", f"GPU-{i}", 46068, 46000), processes)
             for i in range(2)
         )
 
@@ -42,7 +50,12 @@ def machine(
     home: Path, python: str = sys.executable, gpus: NoGpus | TwoGpus | None = None
 ) -> Machine:
     return Machine(
-        home, python=python, version="0.1.0", gpus=gpus or NoGpus(), interfaces=lambda: LAN
+        home,
+        python=python,
+        version="0.1.0",
+        gpus=gpus or NoGpus(),
+        care=DeviceCare(lambda device: "", lambda job: False),
+        interfaces=lambda: LAN,
     )
 
 

@@ -8,7 +8,7 @@ a grant is held or released.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from gpulayer_mesh.core.types import Grant
 from gpulayer_mesh.errors import (
@@ -54,13 +54,13 @@ class Reservations:
         processes: int,
         devices: tuple[int, ...] = (),
         owner: str = "",
-        busy: Collection[int] = (),
+        unfit: Mapping[int, str] | None = None,
     ) -> Grant:
         """Grant all of it, or nothing; asking again for the same only renews.
 
         Args:
             owner: the submitter's name, for messages.
-            busy: devices in use by processes that are not ours.
+            unfit: free devices that nobody gets, and why (`devicecare.unfit`).
 
         Raises:
             PlacementBusyError: something of it is taken; names the holder.
@@ -95,8 +95,8 @@ class Reservations:
             holder = self.holder(index)
             if holder is not None:
                 raise self._refuse(f"device {index} is busy with {holder}", for_ever=False)
-            if index in busy:
-                raise self._refuse(f"device {index} is in use by another program", for_ever=False)
+            if unfit and index in unfit:
+                raise self._refuse(f"device {index} {unfit[index]}", for_ever=False)
         cpu_grants = [g for g in self._grants.values() if not g.devices]
         used = sum(g.processes for g in cpu_grants)
         if not devices and used + processes > self._cpus:
@@ -114,6 +114,11 @@ class Reservations:
     def holder(self, device: int) -> Grant | None:
         """Return the grant that a device belongs to."""
         return next((g for g in self._grants.values() if device in g.devices), None)
+
+    def holding(self, device: int) -> str:
+        """Return the job that a device belongs to, "" for none."""
+        grant = self.holder(device)
+        return grant.job if grant is not None else ""
 
     def renew(self, now: float, job: str) -> bool:
         """Prolong a lease; False when the job holds nothing here (any more)."""

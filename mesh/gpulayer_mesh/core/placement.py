@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from gpulayer_mesh.core.devicecare import unfit, users
 from gpulayer_mesh.core.jobspec import Slot
 from gpulayer_mesh.core.types import (
     Accelerator,
@@ -32,7 +33,7 @@ from gpulayer_mesh.errors import ConfigError, PlacementBusyError, PlacementError
 
 NODES_MAX = 1024  # slots of a job spec
 PROCESSES_MAX = 1024  # of one slot
-_HOLDERS = 3  # jobs named per busy node; its own list has the others
+_HOLDERS = 3  # jobs, programs or blocked devices named per busy node; its own list has all
 # What "auto" tries in turn. MPS has no collectives, so it only serves one process.
 _PREFERENCE = (Accelerator.CUDA, Accelerator.ROCM, Accelerator.MPS, Accelerator.CPU)
 _LINK_SCORE = {"NV": 100, "PIX": 5, "PXB": 4, "PHB": 3, "NODE": 2, "SYS": 1}
@@ -348,23 +349,31 @@ def _part(
             return (), asked, (f"has no {kind}", True)
         return (), asked, (f"{asked} {kind}s asked, it has {len(present)}", True)
     held = {index: grant for grant in member.grants for index in grant.devices}
-    free_devices = tuple(d for d in present if d.index not in held and not d.busy_pids)
+    free_devices = tuple(d for d in present if d.index not in held and unfit(d) is None)
     if request.devices == "auto":
         asked = max(1, len(free_devices))
     if accelerator is Accelerator.MPS:
         asked = 1
     if len(free_devices) < asked:
-        by = _named(list(dict.fromkeys(held[d.index] for d in present if d.index in held)))
-        if any(d.busy_pids and d.index not in held for d in present):
-            by = f"{by}, other programs" if by else "other programs"
         count = f"{asked} {accelerator.value} devices asked, {len(free_devices)} free"
-        return (), asked, (f"busy with {by} ({count})", False)
+        return (), asked, (f"{_taken(present, held)} ({count})", False)
     return free_devices, asked, None
 
 
-def _named(grants: Sequence[Grant]) -> str:
-    more = f" and {len(grants) - _HOLDERS} more" if len(grants) > _HOLDERS else ""
-    return ", ".join(map(str, grants[:_HOLDERS])) + more
+def _taken(present: Sequence[Device], held: Mapping[int, Grant]) -> str:
+    """Say what keeps devices: "busy with job k7f2, pid 9 (blender); device 1 is blocked: ..."."""
+    others = [d for d in present if d.index not in held]
+    holders = list(dict.fromkeys(held[d.index] for d in present if d.index in held))
+    programs = list(dict.fromkeys(users(d) for d in others if d.busy_pids and d.blocked is None))
+    blocked = [f"device {d.index} is blocked: {d.blocked}" for d in others if d.blocked is not None]
+    busy = ", ".join(_named(names) for names in (holders, programs) if names)
+    parts = ([f"busy with {busy}"] if busy else []) + ([_named(blocked)] if blocked else [])
+    return "; ".join(parts)
+
+
+def _named(what: Sequence[object]) -> str:
+    more = f" and {len(what) - _HOLDERS} more" if len(what) > _HOLDERS else ""
+    return ", ".join(map(str, what[:_HOLDERS])) + more
 
 
 def versions(caps: Capabilities) -> tuple[str, str]:

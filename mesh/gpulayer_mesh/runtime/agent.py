@@ -22,6 +22,7 @@ from gpulayer_mesh import config as configuration
 from gpulayer_mesh.config import AgentConfig
 from gpulayer_mesh.core import swim, wire
 from gpulayer_mesh.core.capsbook import CapsBook
+from gpulayer_mesh.core.devicecare import DeviceCare
 from gpulayer_mesh.core.gossip_codec import Codec
 from gpulayer_mesh.core.lease import Reservations
 from gpulayer_mesh.core.membership import Membership
@@ -123,6 +124,10 @@ class Agent:
             python=self.config.python,
             version=gpulayer_mesh.__version__,
             gpus=Gpus(configuration.environment().get("CUDA_VISIBLE_DEVICES"), load_nvml()),
+            care=DeviceCare(
+                lambda device: self.reservations.holding(device),
+                lambda job: job in self.jobs.jobs,
+            ),
             interfaces=lambda: self.watch.current,
         )
         self.reservations = Reservations(self.name, cpus=self.machine.cpus)
@@ -241,6 +246,7 @@ class Agent:
             shims=ShimRunner(),
             call=self.peers.call,
             devices=lambda: self.machine.current.devices if self.machine.current else (),
+            care=self.machine,
             interface_for=lambda hosts: nics.interface_for(hosts, nics.list_interfaces()),
             changed=self._grants_changed,
         )
@@ -358,8 +364,9 @@ class Agent:
             await asyncio.sleep(LOAD_S)
 
     def _grants_changed(self) -> None:
-        if self.machine.current is not None:
-            self._publish(self.machine.current)
+        capabilities = self.machine.judge()
+        if capabilities is not None:
+            self._publish(capabilities)
 
     def _publish(self, capabilities: Capabilities) -> None:
         """Sign what this machine has; members pull it when they hear of the new version."""

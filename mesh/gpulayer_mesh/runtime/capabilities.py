@@ -1,8 +1,9 @@
 """What this machine has and how busy it is: the content of `Capabilities` and `Load`.
 
 What torch can really drive is proven once in a subprocess (`torch_probe.py`) and remembered on disk
-until torch, the interpreter, the driver or the set of GPUs changes. Never imports torch, knows
-neither NVML nor interfaces (both are passed in), and does not decide what a job gets.
+until torch, the interpreter, the driver or the set of GPUs changes. Devices are read when ranks
+start and when they are gone, and often while one is blocked (`core.devicecare`). Never imports
+torch, knows neither NVML nor interfaces (both are passed in), and does not decide what a job gets.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import math
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +24,14 @@ from typing import Any, Protocol
 import msgspec
 import psutil
 
+from gpulayer_mesh.core.devicecare import (
+    LOOK_AGAIN_S,
+    SETTLE_PAUSE_S,
+    SETTLE_S,
+    DeviceCare,
+    Reading,
+    unfit,
+)
 from gpulayer_mesh.core.lease import Reservations
 from gpulayer_mesh.core.types import (
     Accelerator,
@@ -33,11 +43,14 @@ from gpulayer_mesh.core.types import (
 )
 from gpulayer_mesh.errors import GpuLayerError
 
+log = logging.getLogger("gpulayer.devices")
+
 _PROBE = Path(__file__).with_name("torch_probe.py")
 _PROVE_S = 120.0  # importing torch from a cold network disk takes a minute
 _KEY_S = 15.0
 _IMPORTS_S = 10.0  # pre-flight waits for it; 0.05 s when the machine is not overloaded
 _POLL_S = 10.0
+_DRIVER_S = 10.0  # to answer for all GPUs; a job does not wait for one that hangs
 _RECHECK_S = 60.0  # for a torch that was installed meanwhile; one start of Python each
 _OUTPUT_MAX = 256 * 1024  # bytes of a probe's stdout: 64 devices at 200 bytes, and chatter
 _LOAD_AGE_S = 1.0  # CPU share is measured between two readings; shorter ones are noise
@@ -50,7 +63,7 @@ class GpuSource(Protocol):
 
     driver: str
 
-    def devices(self) -> tuple[Device, ...]: ...
+    def read(self) -> tuple[Reading, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +102,7 @@ class Machine:
         python: str,
         version: str,
         gpus: GpuSource,
+        care: DeviceCare,
         interfaces: Callable[[], tuple[Interface, ...]],
     ) -> None:
         self.cpus = _cpus()
@@ -97,6 +111,11 @@ class Machine:
         self._python = python
         self._version = version
         self._gpus = gpus
+        self._care = care
+        self._readings: tuple[Reading, ...] = ()  # the newest
+        # A reading counts before the next begins: an older one would bring back what has ended.
+        self._reading = asyncio.Lock()
+        self._told: Capabilities | None = None  # the newest that others know
         self._interfaces = interfaces
         self._key = _Key(python)
         self._key_at = -math.inf
@@ -111,22 +130,73 @@ class Machine:
         torch is None in the first one unless it was proven earlier. While it is being proven
         nothing else is read, or the probe's own process would make the GPUs look busy.
         """
-        told: Capabilities | None = None
         while True:
             if self._stale():
-                devices = await asyncio.to_thread(self._gpus.devices)
-                key = await self._read_key(devices)
+                key = await self._read_key(await asyncio.to_thread(self._gpus.read))
                 if key != self._key:
                     self._key, self._proof = key, self._recall(key)
-                    told = await self._read()
-                    yield told
+                    yield self._tell(await self._read())
                     if self._proof.torch is None and key.torch:
                         self._proof = await self._prove(key)
             fresh = await self._read()
-            if told is None or _differs(fresh, told):
-                told = fresh
-                yield told
-            await asyncio.sleep(_POLL_S)
+            if self._told is None or _differs(fresh, self._told):
+                yield self._tell(fresh)
+            until = time.monotonic() + _POLL_S
+            while (left_s := until - time.monotonic()) > 0:
+                await asyncio.sleep(min(left_s, LOOK_AGAIN_S))
+                if self.current and any(device.blocked for device in self.current.devices):
+                    break
+
+    async def ranks_start(self, devices: Collection[int]) -> Mapping[str, int]:
+        """Note what is in use on these devices; return it for an agent that comes after this."""
+        return self._care.begin(await self._look(), devices)
+
+    def adopt(self, before: Mapping[str, int]) -> None:
+        """Take over what an earlier agent noted then."""
+        self._care.adopt(before)
+
+    async def ranks_gone(self, job: str, devices: Collection[int]) -> None:
+        """Look at what ranks have left; return when it is nothing, or when it is here to stay."""
+        until = time.monotonic() + SETTLE_S
+        while True:
+            judged = self._care.judge(await self._look(), over=job)
+            if not any(device.blocked for device in judged if device.index in devices):
+                return
+            if time.monotonic() >= until:
+                return
+            await asyncio.sleep(SETTLE_PAUSE_S)
+
+    def judge(self) -> Capabilities | None:
+        """Judge the newest reading by the grants as they are now, for others to be told."""
+        if self.current is not None:
+            self.current = self._tell(replace(self.current, devices=self._devices()))
+        return self.current
+
+    def _tell(self, capabilities: Capabilities) -> Capabilities:
+        self._told = capabilities
+        return capabilities
+
+    async def _look(self) -> tuple[Reading, ...]:
+        """Read the devices; nothing where the driver does not answer in time."""
+        try:
+            async with asyncio.timeout(_DRIVER_S), self._reading:
+                self._readings = await asyncio.to_thread(self._gpus.read)
+        except TimeoutError:
+            log.warning("the GPU driver does not answer within %g s", _DRIVER_S)
+            return ()
+        return self._readings
+
+    def _devices(self) -> tuple[Device, ...]:
+        judged = self._care.judge(self._readings)
+        was = {d.index: d.blocked for d in (self.current.devices if self.current else ())}
+        for device in judged:
+            before = was.get(device.index)
+            if device.blocked and not before:
+                log.warning("device %d is blocked: %s", device.index, device.blocked)
+            elif before and not device.blocked:
+                log.info("device %d is free again: nothing is left on it", device.index)
+        found = judged or self._proof.devices
+        return tuple(d for d in found if d.uuid not in self._proof.failed or not d.uuid)
 
     def load(self, reservations: Reservations) -> Load:
         """Return how busy the machine is; system figures are at most a second old."""
@@ -138,7 +208,7 @@ class Machine:
         grants = reservations.grants
         if devices:
             held = {index for grant in grants for index in grant.devices}
-            free = sum(d.index not in held and not d.busy_pids for d in devices)
+            free = sum(d.index not in held and unfit(d) is None for d in devices)
         else:
             free = max(0, self.cpus - sum(grant.processes for grant in grants))
         return replace(self._load, free_slots=free, jobs=len(grants))
@@ -160,14 +230,16 @@ class Machine:
 
     async def _read(self) -> Capabilities:
         # NVML, statvfs and netlink may all block for longer than a gossip probe may wait.
-        self.current = await asyncio.to_thread(self._read_now)
+        async with self._reading:
+            found, self._readings = await asyncio.to_thread(self._read_now)
+        self.current = replace(found, devices=self._devices())
         return self.current
 
-    def _read_now(self) -> Capabilities:
+    def _read_now(self) -> tuple[Capabilities, tuple[Reading, ...]]:
+        """Read all but what is judged of devices."""
         total_mib, available_mib = _memory_mib()
         system = os.uname()
-        devices = self._gpus.devices() or self._proof.devices
-        return Capabilities(
+        found = Capabilities(
             cpus=self.cpus,
             memory_total_mib=total_mib,
             memory_available_mib=available_mib,
@@ -176,9 +248,9 @@ class Machine:
             python=self._key.python,
             gpulayer=self._version,
             torch=self._proof.torch,
-            devices=tuple(d for d in devices if d.uuid not in self._proof.failed or not d.uuid),
             interfaces=self._interfaces(),
         )
+        return found, self._gpus.read()
 
     def _stale(self) -> bool:
         """Whether torch may have changed since the key was read."""
@@ -188,7 +260,7 @@ class Machine:
             return Path(self._key.path).stat().st_mtime_ns != self._key.mtime_ns
         return True  # torch was uninstalled
 
-    async def _read_key(self, devices: tuple[Device, ...]) -> _Key:
+    async def _read_key(self, readings: tuple[Reading, ...]) -> _Key:
         facts, _ = await self._probe("key", _KEY_S)
         self._key_at = time.monotonic()
         found: dict[str, Any] = {name: value for fact in facts for name, value in fact.items()}
@@ -199,7 +271,7 @@ class Machine:
             path=str(found.get("path", "")),
             mtime_ns=int(found.get("mtime_ns", 0)),
             driver=self._gpus.driver,
-            gpus=tuple(device.uuid for device in devices),
+            gpus=tuple(reading.device.uuid for reading in readings),
         )
 
     @property

@@ -2,8 +2,9 @@
 
 Every figure may be withheld (`NotSupported` on unified memory, `NoPermission` in containers), so
 every call that may fail fails alone. What torch can really do with a GPU is not known here, nor
-is anything of AMD or Apple: `torch_probe` finds those. Cost: about 1 ms per GPU and refresh; links
-are read once, for they need a call per pair.
+is anything of AMD or Apple: `torch_probe` finds those; nor which process is where it should be
+(`core.devicecare`). Cost: about 1 ms per GPU and reading, and two small files per process on it;
+links are read once, for they need a call per pair.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar, cast
 
-from gpulayer_mesh.core.types import Accelerator, Device
+from gpulayer_mesh.core.devicecare import Reading
+from gpulayer_mesh.core.types import Accelerator, Device, DeviceProcess
 
 T = TypeVar("T")
 
@@ -41,6 +43,7 @@ class Nvml(Protocol):
     def nvmlDeviceGetUUID(self, handle: Any) -> str: ...
     def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any: ...
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> Sequence[Any]: ...
+    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: Any) -> Sequence[Any]: ...
     def nvmlDeviceGetMigMode(self, handle: Any) -> Sequence[int]: ...
     def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int: ...
     def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any: ...
@@ -83,16 +86,18 @@ class Gpus:
         visible: str | None,
         nvml: Nvml | None,
         *,
-        is_rank: Callable[[int], bool] | None = None,
+        job_of: Callable[[int], str] | None = None,
+        name_of: Callable[[int], str] | None = None,
     ) -> None:
         self.driver = ""
         self.problem: str | None = None  # why a driver that is there shows no GPU
         self._visible = visible
         self._nvml = nvml
-        self._is_rank = is_rank or is_rank_process
+        self._job_of = job_of or job_of_process
+        self._name_of = name_of or name_of_process
         self._links: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
 
-    def devices(self) -> tuple[Device, ...]:
+    def read(self) -> tuple[Reading, ...]:
         """Read all usable GPUs."""
         nvml = self._nvml
         if nvml is None:
@@ -110,7 +115,7 @@ class Gpus:
         usable = _select(found, self._visible)[:_MAX_DEVICES]
         links = self._links_of(nvml, usable)
         return tuple(
-            self._device(nvml, index, entry, links[index]) for index, entry in enumerate(usable)
+            self._reading(nvml, index, entry, links[index]) for index, entry in enumerate(usable)
         )
 
     def _find(self, nvml: Nvml) -> list[_Found]:
@@ -133,19 +138,37 @@ class Gpus:
                 found.append(_Found(handle, index, uuid, uuid, False))
         return found
 
-    def _device(self, nvml: Nvml, index: int, entry: _Found, links: tuple[str, ...]) -> Device:
+    def _reading(self, nvml: Nvml, index: int, entry: _Found, links: tuple[str, ...]) -> Reading:
         memory = self._try(nvml.nvmlDeviceGetMemoryInfo, entry.handle)
-        processes = self._try(nvml.nvmlDeviceGetComputeRunningProcesses, entry.handle) or ()
-        return Device(
+        computing = self._memory_by_pid(nvml.nvmlDeviceGetComputeRunningProcesses, entry.handle)
+        drawing = self._memory_by_pid(nvml.nvmlDeviceGetGraphicsRunningProcesses, entry.handle)
+        device = Device(
             kind=Accelerator.CUDA,
             index=index,
             name=self._try(nvml.nvmlDeviceGetName, entry.handle) or "NVIDIA GPU",
             uuid=entry.uuid,
             memory_total_mib=memory.total // _MIB if memory else None,
             memory_free_mib=memory.free // _MIB if memory else None,
-            busy_pids=sum(not self._is_rank(pid) for pid in {process.pid for process in processes}),
             links=links,
         )
+        processes = tuple(
+            DeviceProcess(pid, self._name_of(pid), self._job_of(pid), memory_mib)
+            for pid, memory_mib in computing.items()
+        )
+        unseen_mib = memory.used // _MIB if memory else None
+        for memory_mib in (drawing | computing).values():  # one that does both counts once
+            if unseen_mib is not None:
+                unseen_mib = None if memory_mib is None else max(0, unseen_mib - memory_mib)
+        return Reading(device, processes, unseen_mib)
+
+    def _memory_by_pid(
+        self, running: Callable[[Any], Sequence[Any]], handle: Any
+    ) -> dict[int, int | None]:
+        """Return what each process takes in MiB; None where the driver withholds it."""
+        return {
+            process.pid: None if process.usedGpuMemory is None else process.usedGpuMemory // _MIB
+            for process in self._try(running, handle) or ()
+        }
 
     def _links_of(self, nvml: Nvml, usable: Sequence[_Found]) -> list[tuple[str, ...]]:
         key = tuple(entry.uuid for entry in usable)
@@ -202,13 +225,29 @@ class Gpus:
             return None
 
 
-def is_rank_process(pid: int) -> bool:
-    """Whether a process belongs to a job: reservations account for those, whoever started it."""
+def job_of_process(pid: int) -> str:
+    """Return the job whose rank started a process, whoever started the job; "" for no job."""
+    mark = b"GPULAYER_JOB="
     try:
         environ = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
-        return False  # ended, or another user's
-    return b"GPULAYER_COOKIE=" in environ
+        return ""  # ended, or another user's
+    found = next((part for part in environ.split(b"\0") if part.startswith(mark)), mark)
+    return _shown(found[len(mark) :], 32)
+
+
+def name_of_process(pid: int) -> str:
+    """Return the name the kernel knows, which is no more than `ps` tells every user."""
+    try:
+        return _shown(Path(f"/proc/{pid}/comm").read_bytes().rstrip(b"\n"), 16)
+    except OSError:
+        return ""
+
+
+def _shown(text: bytes, limit: int) -> str:
+    """A process chooses its name and variables itself, and people read them."""
+    plain = text.decode("utf-8", "replace")[:limit]
+    return "".join(char if char.isprintable() else "?" for char in plain)
 
 
 def _select(found: Sequence[_Found], visible: str | None) -> list[_Found]:
@@ -247,7 +286,9 @@ class FakeGpu:
     name: str
     memory_mib: int | None = 24576
     used_mib: int = 500
-    pids: list[int] = field(default_factory=list)
+    pids: list[int] = field(default_factory=list)  # that compute
+    drawing: list[int] = field(default_factory=list)
+    takes_mib: dict[int, int] = field(default_factory=dict)  # by pid; no entry: not supported
     nvlinks: Sequence[int | None] = ()  # far GPU per link; None: a switch
     mig: list[str] | None = None  # UUIDs of instances; None: MIG is off
     lost: bool = False
@@ -330,7 +371,12 @@ class FakeNvml:
         )
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> Sequence[Any]:
-        return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in self.gpus[handle[0]].pids]
+        gpu = self.gpus[handle[0]]
+        return [_process(gpu, pid) for pid in gpu.pids]
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, handle: Any) -> Sequence[Any]:
+        gpu = self.gpus[handle[0]]
+        return [_process(gpu, pid) for pid in gpu.drawing]
 
     def nvmlDeviceGetMigMode(self, handle: Any) -> Sequence[int]:
         on = self.gpus[handle[0]].mig is not None
@@ -364,3 +410,8 @@ class FakeNvml:
 
     def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: Any, link: int) -> int:
         return 2 if self.gpus[handle[0]].nvlinks[link] is None else _REMOTE_GPU
+
+
+def _process(gpu: FakeGpu, pid: int) -> Any:
+    takes = gpu.takes_mib.get(pid)
+    return SimpleNamespace(pid=pid, usedGpuMemory=None if takes is None else takes * _MIB)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol, assert_never
 
 from gpulayer_mesh.core import hosted, job, retention, wire
+from gpulayer_mesh.core.devicecare import unfit
 from gpulayer_mesh.core.jobspec import (
     OVER,
     Failure,
@@ -57,6 +58,19 @@ BEFORE_START = frozenset({HostPhase.RESERVED, HostPhase.STAGING, HostPhase.STAGE
 ASK_S = 5.0  # between questions of a part that is over to the keeper
 
 
+class Care(Protocol):
+    """What looks at devices before and after their jobs, as `capabilities.Machine` does."""
+
+    async def ranks_start(self, devices: Collection[int]) -> Mapping[str, int]:
+        """Note what is in use on them."""
+
+    def adopt(self, before: Mapping[str, int]) -> None:
+        """Take over what `ranks_start` returned to an earlier agent."""
+
+    async def ranks_gone(self, job: str, devices: Collection[int]) -> None:
+        """Return when the job's grant may end."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
     """This node as jobs see it; `agent` fills it in."""
@@ -72,6 +86,7 @@ class Site:
     shims: ShimRunner
     call: PeerCall
     devices: Callable[[], tuple[Device, ...]]
+    care: Care
     interface_for: Callable[[Iterable[str]], str | None]
     changed: Callable[[], None]  # grants changed: tell the mesh
 
@@ -223,14 +238,14 @@ class JobHost:
                 f"{self.site.name} {reason}", refusals=(Refusal(self.site.name, reason, False),)
             )
         slot = spec.slots[slot_index]
-        busy = [device.index for device in self.site.devices() if device.busy_pids]
+        reasons = {device.index: unfit(device) for device in self.site.devices()}
         self.site.reservations.grant(
             now,
             spec.id,
             processes=slot.processes,
             devices=slot.devices,
             owner=spec.submitter_name,
-            busy=busy,
+            unfit={index: why for index, why in reasons.items() if why is not None},
         )
         try:
             folder = JobFolder.create(self.site.home / "jobs" / spec.id, attempt.chain)
@@ -287,8 +302,7 @@ class JobHost:
                 case hosted.HoldGrant():
                     self.site.reservations.hold(one.spec.id)
                 case hosted.FreeGrant():
-                    self.site.reservations.release(one.spec.id)
-                    self.site.changed()
+                    self._end_grant(one)
                     self._restarting.part_ended(one)
                     if one.machine.keeper_lost:
                         self._keeper_lost(one, one.machine.problem)
@@ -307,6 +321,22 @@ class JobHost:
         if reserved and one.ended and isinstance(event, hosted.Release | hosted.Tick):
             self._drop_reservation(one)
         self._wake.set()
+
+    def _end_grant(self, one: LiveJob) -> None:
+        """Free what a part that is over had: devices on which ranks ran, after a look at them."""
+        devices = one.machine.slot.devices
+        if devices and any(rank.state is RankState.EXITED for rank in one.report().ranks):
+            self._background.spawn(self._free_devices(one.spec.id, devices))
+        else:
+            self.site.reservations.release(one.spec.id)
+            self.site.changed()
+
+    async def _free_devices(self, ident: str, devices: Collection[int]) -> None:
+        try:
+            await self.site.care.ranks_gone(ident, devices)
+        finally:
+            self.site.reservations.release(ident)
+            self.site.changed()
 
     def _drop_reservation(self, one: LiveJob) -> None:
         """Forget a reservation that came to nothing: it was no job yet, lists must not fill up with
@@ -448,6 +478,8 @@ class JobHost:
     # --- the shim --------------------------------------------------------------------------------
 
     async def _run_shim(self, one: LiveJob, order: GoOrder) -> None:
+        if devices := one.machine.slot.devices:
+            one.folder.save_before(await self.site.care.ranks_start(devices))
         try:
             await self.site.shims.start(one.path, self._shim_config(one, order))
         except (GpuLayerError, OSError) as e:
@@ -556,6 +588,7 @@ class JobHost:
             slot = spec.slots[index]
             grant = Grant(spec.id, slot.processes, slot.devices, spec.submitter_name)
             self.site.reservations.adopt(grant)
+            self.site.care.adopt(folder.before())
             self._background.spawn(self._watch_shim(one))
             if one.may_be_restarted:
                 self._restarting.part_began(one)

@@ -2,6 +2,7 @@
 
     jobs/ID/spec       the signed spec, as received      manifest   packed, its hash is in the spec
             record     the newest word on the job        secretive  there if it got secrets
+            before     memory in use on its devices before the start
             (the rest: see `shim` and `store`)
 
 This module does not know who may do what to a job, or how anything is run.
@@ -10,6 +11,7 @@ This module does not know who may do what to a job, or how anything is run.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Mapping
@@ -105,6 +107,18 @@ class JobFolder:
 
     def note_secrets(self) -> None:
         (self.path / "secretive").touch(mode=0o600)
+
+    def save_before(self, before: Mapping[str, int]) -> None:
+        """Keep what `Care.ranks_start` noted, for an agent that comes after this."""
+        with contextlib.suppress(OSError):  # then that one looks at processes only
+            (self.path / "before").write_bytes(wire.pack(dict(before)))
+
+    def before(self) -> dict[str, int]:
+        try:
+            plain = wire.unpack((self.path / "before").read_bytes())
+            return wire.decode_as(dict[str, int], plain)
+        except (OSError, RemoteProtocolError):
+            return {}
 
     def manifest_bytes(self) -> bytes:
         return (self.path / "manifest").read_bytes()
