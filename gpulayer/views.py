@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gpulayer_mesh.core.jobspec import Failure, JobRecord, JobSpec, RankStatus
     from gpulayer_mesh.core.logrecord import LogRecord
     from gpulayer_mesh.core.placement import Plan
-    from gpulayer_mesh.core.types import MemberSnapshot, Snapshot
+    from gpulayer_mesh.core.types import Blocked, MemberSnapshot, Snapshot
     from gpulayer_mesh.errors import Refusal
 
     from gpulayer.services import Service
@@ -175,6 +175,20 @@ def status_lines(snapshot: Snapshot, *, width: int = TABLE_WIDTH) -> list[str]:
     return table(header.split(), rows, width=width, shrink=(0, 3, 6))
 
 
+def problem_lines(snapshot: Snapshot) -> list[str]:
+    """Return what stands below that table: what torch cannot do, which devices are blocked."""
+    lines = []
+    for m in _by_name(snapshot):
+        if m.caps is None:
+            continue
+        problems = list(m.caps.torch.problems) if m.caps.torch else []
+        problems += [
+            f"device {d.index} is blocked: {d.blocked}" for d in m.caps.devices if d.blocked
+        ]
+        lines += [f"{m.name}: {problem}" for problem in problems]
+    return lines
+
+
 def _status_row(m: MemberSnapshot, answering: bool) -> tuple[str, ...]:
     caps, load = m.caps, m.load
     memory_mib = load.memory_available_mib if load else caps.memory_available_mib if caps else 0
@@ -204,11 +218,13 @@ def _initials(m: MemberSnapshot) -> str:
 def _gpus(m: MemberSnapshot) -> str:
     if m.caps is None:
         return "-"
+    from gpulayer_mesh.core.devicecare import unfit
+
     granted = {index for grant in m.grants for index in grant.devices}
     models: dict[str, list[bool]] = {}
     for device in m.caps.devices:
         model = re.sub(r"^(NVIDIA|AMD|Apple)\s+|GeForce\s+", "", device.name)
-        models.setdefault(model, []).append(device.index not in granted and not device.busy_pids)
+        models.setdefault(model, []).append(device.index not in granted and unfit(device) is None)
     shown = (f"{sum(free)}/{len(free)} {model}" for model, free in models.items())
     return ", ".join(shown) or "-"
 
@@ -280,6 +296,8 @@ def _node_json(m: MemberSnapshot) -> dict[str, Any]:
                 "memory_total_mib": d.memory_total_mib,
                 "memory_free_mib": d.memory_free_mib,
                 "busy_pids": d.busy_pids,
+                "busy_by": [{"pid": one.pid, "name": one.name} for one in d.busy_by],
+                "blocked": _blocked_json(d.blocked),
                 "job": granted.get(d.index),
             }
             for d in (caps.devices if caps else ())
@@ -287,6 +305,20 @@ def _node_json(m: MemberSnapshot) -> dict[str, Any]:
         "jobs": [
             {"job": g.job, "processes": g.processes, "devices": list(g.devices)} for g in m.grants
         ],
+    }
+
+
+def _blocked_json(blocked: Blocked | None) -> dict[str, Any] | None:
+    if blocked is None:
+        return None
+    return {
+        "reason": str(blocked),
+        "processes": [
+            {"pid": one.pid, "name": one.name, "job": one.job, "memory_mib": one.memory_mib}
+            for one in blocked.processes
+        ],
+        "more": blocked.more,
+        "unseen_mib": blocked.unseen_mib,
     }
 
 

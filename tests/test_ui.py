@@ -27,8 +27,10 @@ from gpulayer_mesh.core.tickets import Ticket
 from gpulayer_mesh.core.types import (
     Accelerator,
     Address,
+    Blocked,
     Capabilities,
     Device,
+    DeviceProcess,
     Grant,
     Load,
     MemberSnapshot,
@@ -502,8 +504,41 @@ def test_plan_names_each_node_its_ranks_and_why() -> None:
     assert max(map(cells, lines)) <= 100
 
 
+LEFT_ON = Device(
+    Accelerator.CUDA,
+    2,
+    "H200",
+    busy_pids=1,
+    busy_by=(DeviceProcess(123, "blender"),),
+    blocked=Blocked((DeviceProcess(4711, "python", "k7f2k7f2k7", 2048),), unseen_mib=300),
+)
+
+
+def test_blocked_device_is_not_free_and_says_why() -> None:
+    torch = TorchAbilities("2.13.0", (), (), ("cuda: no kernel image",))
+    free = Device(Accelerator.CUDA, 0, "H200")
+    box = member("box", caps=Capabilities(1, 1, 1, 1, "", "", "", torch, (free, LEFT_ON)))
+    snapshot = Snapshot("a" * 64, box.node, 3, (box, member("off", state=None)))
+    assert "1/2 H200" in views.status_lines(snapshot)[1]
+    why = (
+        "pid 4711 (python) of job k7f2k7f2k7 still holds 2,048 MiB, "
+        "300 MiB are taken by no process that can be seen"
+    )
+    assert views.problem_lines(snapshot) == [
+        "box: cuda: no kernel image",
+        f"box: device 2 is blocked: {why}",
+    ]
+    node, _ = views.status_json(snapshot, answered_ms=1.0)["nodes"]
+    assert (node["devices"][0]["busy_by"], node["devices"][0]["blocked"]) == ([], None)
+    assert node["devices"][1]["busy_by"] == [{"pid": 123, "name": "blender"}]
+    left = {"pid": 4711, "name": "python", "job": "k7f2k7f2k7", "memory_mib": 2048}
+    assert node["devices"][1]["blocked"] == {
+        "reason": why, "processes": [left], "more": 0, "unseen_mib": 300,
+    }  # fmt: skip
+
+
 def test_every_json_field_is_documented() -> None:
-    caps = Capabilities(1, 1, 1, 1, "", "", "", None, (Device(Accelerator.CUDA, 0, "H200"),))
+    caps = Capabilities(1, 1, 1, 1, "", "", "", None, (LEFT_ON,))
     one = member("box", caps=caps, grants=(Grant("k7f2k7f2k7", 1),))
     job = record(JobState.FAILED, Failure(1, "box-2", 1, "exit code 1"))
     plain = [

@@ -18,7 +18,7 @@ from gpulayer_mesh.errors import ConfigError, ExitCode, GpuLayerError
 
 from gpulayer import env
 from gpulayer.ui import Ui
-from gpulayer.views import counted, duration, status_json, status_lines
+from gpulayer.views import counted, duration, problem_lines, status_json, status_lines
 
 _REFRESH_S = 1.0  # gossip moves load figures once a second
 _LINE_MAX = 4096  # bytes read from stdin; an invitation has at most 1,024
@@ -144,9 +144,8 @@ def _show(args: Namespace, ui: Ui, snapshot: Snapshot, answered_ms: float) -> No
     names = {m.node: m.name for m in snapshot.members}
     by = names.get(snapshot.answered_by, snapshot.answered_by[:8])
     ui.note(f"answered in {answered_ms:.0f} ms by {by}")
-    for m in snapshot.members:
-        for problem in m.caps.torch.problems if m.caps and m.caps.torch else ():
-            ui.note(f"{m.name}: {problem}")
+    for line in problem_lines(snapshot):
+        ui.note(line)
 
 
 def remove(args: Namespace, ui: Ui) -> int:
