@@ -49,11 +49,12 @@ from gpulayer_mesh.runtime.capabilities import Machine
 from gpulayer_mesh.runtime.copies import Copies
 from gpulayer_mesh.runtime.door import DoorRequest, Route
 from gpulayer_mesh.runtime.gpus import FakeNvml, Gpus
+from gpulayer_mesh.runtime.ground import Means
 from gpulayer_mesh.runtime.hosting import JobHost, Site
 from gpulayer_mesh.runtime.jobdoor import JobDoor
 from gpulayer_mesh.runtime.livejob import open_signed
 from gpulayer_mesh.runtime.preflight import FreePorts
-from gpulayer_mesh.runtime.restarts import Means, Restarts
+from gpulayer_mesh.runtime.restarts import Restarts
 from gpulayer_mesh.runtime.restoring import Restoring
 from gpulayer_mesh.runtime.shims import ShimRunner
 from gpulayer_mesh.runtime.store import ChunkStore

@@ -6,6 +6,8 @@ The procedure itself is played in virtual time (tests/sim), on several machines 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -281,6 +283,34 @@ async def test_witness_takes_a_job_over_whose_only_machine_is_lost(
     there = next(box for box in witnesses if NEXT in box.host.jobs)
     assert "attempt 1 from 5" in await ran(there)
     assert there.host.jobs[NEXT].current_record().state is JobState.RUNNING
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("secretive", [False, True])
+async def test_keeper_whose_agent_was_started_anew_restarts_a_job_without_secrets(
+    mesh: Mesh, quick: None, secretive: bool
+) -> None:
+    zero, *_ = await mesh.start("box-0", "box-1", "box-2")
+    attempt = first(mesh, code=COUNTS)
+    order = replace(ORDER, secrets={"TOKEN": "canary"} if secretive else {})
+    await mesh.stage(attempt.spec)
+    await zero.ask("laptop", "POST", "go", order)
+    await ran(zero, JOB)
+    zero = await zero.restart()
+    one = zero.host.jobs[JOB]
+    await eventually(lambda: one.report().ranks[0].pid is not None)
+    pid = one.report().ranks[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    await eventually(lambda: one.current_record().state is JobState.FAILED)
+    record = one.current_record()
+    assert record.failure is not None
+    if secretive:
+        assert (record.successor, NEXT in zero.host.jobs) == ("", False)
+        assert "not restarted: its secrets" in record.failure.reason
+        return
+    assert record.successor == NEXT
+    assert "attempt 1 from 5" in await ran(zero)
 
 
 async def test_nodes_of_the_next_attempt_may_read_what_the_one_before_has_left(

@@ -95,6 +95,11 @@ def check(previous: JobSpec, change: Change, signer: NodeId) -> None:
         raise RemoteProtocolError("the nodes of a restart are not its voters")
 
 
+def witnesses(spec: JobSpec) -> tuple[NodeId, ...]:
+    """Return the voters on which nothing of an attempt runs; none where no other may follow it."""
+    return spec.voters[len(spec.slots) :] if spec.restart < spec.restarts else ()
+
+
 def shape(slots: Sequence[Slot]) -> list[tuple[int, int]]:
     """Return processes and devices of each slot, which no restart changes."""
     return [(slot.processes, len(slot.devices)) for slot in slots]

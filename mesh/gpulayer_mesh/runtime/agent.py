@@ -47,12 +47,13 @@ from gpulayer_mesh.runtime.discovery import Discovery, mesh_tag
 from gpulayer_mesh.runtime.door import Door, DoorRequest, Route
 from gpulayer_mesh.runtime.gossip import Gossip
 from gpulayer_mesh.runtime.gpus import Gpus, load_nvml
+from gpulayer_mesh.runtime.ground import Means
 from gpulayer_mesh.runtime.hosting import JobHost, Site
 from gpulayer_mesh.runtime.jobdoor import JobDoor
 from gpulayer_mesh.runtime.livejob import open_signed
 from gpulayer_mesh.runtime.packets import PacketPort
 from gpulayer_mesh.runtime.peers import ADDRESSES_MAX, Peers
-from gpulayer_mesh.runtime.restarts import Means, Restarts
+from gpulayer_mesh.runtime.restarts import Restarts
 from gpulayer_mesh.runtime.restoring import Restoring
 from gpulayer_mesh.runtime.servicedoor import ServiceDoor
 from gpulayer_mesh.runtime.shims import ShimRunner

@@ -1,0 +1,176 @@
+"""What this node, as a voter, agreed to: for each attempt's id one proposal, for ever.
+
+The rules are in `succession.bind`; here they meet the disk and the requests. All of it happens in
+one step of the event loop, the write to the disk included: between the look at what this node runs
+and has heard, and the note that it agreed, nothing may come.
+
+    attempts/ID   the attempt of this id that this node is bound to (its signed chain)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gpulayer_mesh.core import restarts, wire
+from gpulayer_mesh.core.jobspec import JOB_ID_ALPHABET, JOB_ID_CHARS, HostPhase, JobSpec
+from gpulayer_mesh.core.roster import RosterBook
+from gpulayer_mesh.core.types import NodeId
+from gpulayer_mesh.errors import GpuLayerError, NotAllowedError, RemoteProtocolError
+from gpulayer_mesh.runtime.door import DoorRequest, Route
+from gpulayer_mesh.runtime.livejob import CHAIN_MAX, Signed, open_signed
+from gpulayer_mesh.runtime.succession import bind
+
+
+class Agreements:
+    """The votes of one agent.
+
+    Args:
+        root: `attempts` below the agent's home.
+        node, name: this one.
+        part: how far this node's part in an attempt is, None if it has none.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        node: NodeId,
+        name: str,
+        book: RosterBook,
+        part: Callable[[str], HostPhase | None],
+    ) -> None:
+        self._root = root
+        self._node = node
+        self._name = name
+        self._book = book
+        self._part = part
+        self._heard: dict[str, float] = {}  # of an attempt, as its witness; monotonic
+        root.mkdir(mode=0o700, exist_ok=True)
+        for path in root.glob("*.tmp"):
+            path.unlink()
+
+    def routes(self) -> list[Route]:
+        attempt = "/v1/attempts/{id}"
+        return [
+            Route("GET", attempt, self.get_bound),
+            Route("POST", attempt + "/agree", self.agree, None, CHAIN_MAX + 1024),
+            Route("POST", attempt + "/hold", self.hold, None, CHAIN_MAX + 1024),
+        ]
+
+    def heard(self, attempt: str) -> None:
+        """As a witness: an attempt runs, or is about to."""
+        self._heard[attempt] = time.monotonic()
+
+    def heard_at(self, attempt: str) -> float:
+        """Return when that was, by the monotonic clock."""
+        return self._heard[attempt]
+
+    def bind(self, attempt: Signed) -> Signed:
+        """Agree to an attempt, or return what this node is bound to.
+
+        Raises:
+            As `succession.bind`.
+            GpuLayerError: the disk refuses.
+        """
+        before = attempt.history[-1].id if attempt.history else ""
+        heard = self._heard.get(before)
+        bound = bind(
+            attempt,
+            self.bound(attempt.spec.id),
+            part=self._part(before),
+            heard_s=None if heard is None else time.monotonic() - heard,
+            node=self._node,
+            name=self._name,
+        )
+        if bound is attempt:
+            write_durably(self._root / attempt.spec.id, attempt.chain)
+        return bound
+
+    def bound(self, attempt: str) -> Signed | None:
+        """Return the attempt of this id that this node is bound to.
+
+        Raises:
+            RemoteProtocolError: who signed it is no member any more.
+        """
+        if len(attempt) != JOB_ID_CHARS or not set(attempt) <= set(JOB_ID_ALPHABET):
+            return None
+        try:
+            return open_signed((self._root / attempt).read_bytes(), self._book)
+        except FileNotFoundError:
+            return None
+
+    def superseded(self, spec: JobSpec) -> bool:
+        """Return whether this node is bound to an attempt after this one."""
+        origin = restarts.origin_of(spec)
+        later = range(spec.restart + 1, spec.restarts + 1)
+        return any((self._root / restarts.attempt_id(origin, n)).exists() for n in later)
+
+    def refuse_superseded(self, spec: JobSpec) -> None:
+        """Raise RemoteProtocolError if it is."""
+        if self.superseded(spec):
+            raise RemoteProtocolError(f"{self._name} agreed to an attempt after {spec.id}")
+
+    def forget(self, older_s: float) -> None:
+        """Drop what is so old that nobody asks for it any more."""
+        now = time.monotonic()
+        self._heard = {i: at for i, at in self._heard.items() if now - at < older_s}
+        for path in self._root.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > older_s:
+                    path.unlink()
+
+    # --- what members may ask --------------------------------------------------------------------
+
+    async def get_bound(self, request: DoorRequest) -> dict[str, Any]:
+        """Say which attempt of an id this node is bound to."""
+        bound = self.bound(request.params["id"])
+        if bound is None:
+            return {"spec": None}
+        if request.peer not in bound.history[-1].voters:
+            raise NotAllowedError("only voters may ask for that")
+        return {"spec": bound.chain}
+
+    async def agree(self, request: DoorRequest) -> dict[str, Any]:
+        """Bind this node to an attempt, or say to which it is bound."""
+        return {"spec": self.bind(self._asked_for(request)).chain}
+
+    async def hold(self, request: DoorRequest) -> None:
+        """Count an attempt that is about to start as running, for a while."""
+        attempt = self._asked_for(request)
+        if self._node not in restarts.witnesses(attempt.spec):
+            raise NotAllowedError(f"{self._name} is no witness of that job")
+        self.refuse_superseded(attempt.spec)
+        self.heard(attempt.spec.id)
+
+    def _asked_for(self, request: DoorRequest) -> Signed:
+        body = wire.unpack(request.body, max_bytes=CHAIN_MAX + 1024)
+        chain = body.get("spec") if isinstance(body, dict) else None
+        if not isinstance(chain, bytes):
+            raise RemoteProtocolError("the signed attempt is missing")
+        attempt = open_signed(chain, self._book)
+        if attempt.signer != request.peer or attempt.spec.id != request.params["id"]:
+            raise NotAllowedError("only who signed an attempt may ask for it")
+        return attempt
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write what must survive a crash of this machine.
+
+    Raises:
+        GpuLayerError: the disk refuses.
+    """
+    fresh = path.with_suffix(".tmp")
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    except OSError as error:
+        raise GpuLayerError(f"cannot write {path.name}: {error}") from error

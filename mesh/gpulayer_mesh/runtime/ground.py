@@ -1,0 +1,252 @@
+"""One node's means to start the next attempt of a job: `succession.Ground` over the mesh.
+
+What is asked of others goes through their doors as a launcher's requests do; what the attempt
+before has left is looked for on its nodes, and where one is silent, among the copies that voters
+hold. This module does not decide when, or whether, there is a next attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from msgspec import Meta
+
+from gpulayer_mesh import starting
+from gpulayer_mesh.core import restarts, wire
+from gpulayer_mesh.core.copies import HeldSlot, ranks_of
+from gpulayer_mesh.core.jobspec import GoOrder, HostAddress, JobRecord, JobSpec, Outputs
+from gpulayer_mesh.core.manifest import open_manifest, unique_chunks
+from gpulayer_mesh.core.restoring import SlotSource, newest_copy, plan_restore
+from gpulayer_mesh.core.types import Addresses, NodeId, Snapshot
+from gpulayer_mesh.errors import GpuLayerError, NotFoundError, RemoteProtocolError
+from gpulayer_mesh.runtime.agreements import Agreements
+from gpulayer_mesh.runtime.copies import Copies
+from gpulayer_mesh.runtime.hosting import JobHost
+from gpulayer_mesh.runtime.livejob import CHAIN_MAX, Signed, open_signed, sign_change
+from gpulayer_mesh.runtime.store import ChunkStore
+
+log = logging.getLogger("gpulayer.restarts")
+
+FILES_S = 120.0  # to list what was made, which is hashed, and to bring it; more, with its size
+ANSWER_S = 2.0  # a node that is to take part answers a ping by then
+AGREE_S = 5.0
+RECORD_S = 3.0
+LISTING_S = 30.0  # a list of copies, 20 MB at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """What restarts need of the agent, besides its jobs."""
+
+    key: Ed25519PrivateKey
+    copies: Copies
+    snapshot: Callable[[], Snapshot]
+    addresses: Callable[[NodeId], Addresses]  # of any member, this node included; at most 8
+
+
+class MeshGround:
+    """`succession.Ground` of this node.
+
+    Args:
+        secrets: for the ranks.
+    """
+
+    def __init__(
+        self,
+        host: JobHost,
+        means: Means,
+        agreements: Agreements,
+        secrets: Mapping[str, str],
+    ) -> None:
+        self._host = host
+        self._site = host.site
+        self._means = means
+        self._agreements = agreements
+        self._secrets = secrets
+        self.node = host.site.node
+
+    # As `starting.Caller`.
+
+    async def call(
+        self,
+        node: NodeId,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        raw: bytes | None = None,
+        deadline_s: float = starting.RPC_S,
+    ) -> Any:
+        data = raw if raw is not None else b"" if body is None else wire.pack(body)
+        answer = await self._site.call(node, method, path, data, deadline_s=deadline_s)
+        return wire.unpack(answer, max_bytes=wire.BODY_MAX) if answer else None
+
+    def addresses(self, node: NodeId) -> Addresses:
+        return self._means.addresses(node)
+
+    # As `succession.Ground`.
+
+    def snapshot(self) -> Snapshot:
+        return self._means.snapshot()
+
+    def sign(self, before: Signed, change: restarts.Change) -> Signed:
+        return sign_change(self._means.key, self._site.book.mesh, self.node, before, change)
+
+    async def answers(self, node: NodeId) -> bool:
+        try:
+            await self.call(node, "GET", "/v1/ping", deadline_s=ANSWER_S)
+        except GpuLayerError:
+            return False
+        return True
+
+    async def reserve(self, attempt: Signed) -> None:
+        await starting.reserve(self, attempt.spec, attempt.chain)
+
+    async def release(self, attempt: Signed) -> None:
+        await starting.release(self, attempt.spec, going=False)
+
+    async def agree(self, node: NodeId, attempt: Signed) -> Signed:
+        if node == self.node:
+            return self._agreements.bind(attempt)
+        path = f"/v1/attempts/{attempt.spec.id}/agree"
+        plain = await self.call(node, "POST", path, {"spec": attempt.chain}, deadline_s=AGREE_S)
+        found = self._opened(plain, attempt.spec.id)
+        if found is None:
+            raise RemoteProtocolError("a voter answered nothing")
+        return found
+
+    async def bound(self, node: NodeId, ident: str) -> Signed | None:
+        if node == self.node:
+            return self._agreements.bound(ident)
+        plain = await self.call(node, "GET", f"/v1/attempts/{ident}", deadline_s=AGREE_S)
+        return self._opened(plain, ident)
+
+    def _opened(self, plain: Any, ident: str) -> Signed | None:
+        """Open the attempt that a voter says it is bound to."""
+        answer = wire.decode_as(_Bound, plain)
+        if answer.spec is None:
+            return None
+        found = open_signed(answer.spec, self._site.book)
+        if found.spec.id != ident:
+            raise RemoteProtocolError("a voter answered with another attempt")
+        return found
+
+    async def record(self, node: NodeId, job: str) -> JobRecord:
+        if node == self.node:
+            one = self._host.jobs.get(job)
+            if one is None:
+                raise NotFoundError(f"no job {job} here")
+            return one.current_record()
+        plain = await self.call(node, "GET", f"/v1/jobs/{job}", deadline_s=RECORD_S)
+        return wire.decode_as(JobRecord, plain)
+
+    async def prepare(self, attempt: Signed, ran: Signed) -> GoOrder:
+        source = await asyncio.to_thread(self._source, ran)
+        return await starting.prepare(
+            self,
+            attempt.spec,
+            attempt.chain,
+            source,
+            self._secrets,
+            before_preflight=lambda: self._restore(attempt.spec, ran),
+        )
+
+    async def hold(self, node: NodeId, attempt: Signed) -> None:
+        path = f"/v1/attempts/{attempt.spec.id}/hold"
+        await self.call(node, "POST", path, {"spec": attempt.chain}, deadline_s=AGREE_S)
+
+    async def go(self, attempt: Signed, order: GoOrder) -> None:
+        try:
+            await starting.go(self, attempt.spec, order)
+        except asyncio.CancelledError:  # nobody wants it any more
+            await asyncio.shield(starting.release(self, attempt.spec, going=True))
+            raise
+
+    def _source(self, ran: Signed) -> _Stored:
+        """Return what was shipped with the first attempt."""
+        one = self._host.jobs.get(ran.spec.id)
+        packed = self._means.copies.manifest(ran.spec.id)
+        if one is not None and one.manifest is not None:
+            packed = one.folder.manifest_bytes()
+        if packed is None:
+            raise NotFoundError(f"the source of job {ran.spec.id} is not here")
+        manifest = open_manifest(packed, sha256=ran.spec.manifest)
+        return _Stored(packed, tuple(unique_chunks(manifest)), self._site.store)
+
+    async def _restore(self, spec: JobSpec, ran: Signed) -> None:
+        """Have every node of the next attempt fetch what the one before has left."""
+        slots = range(len(spec.slots))
+        found = await asyncio.gather(*(self._left(ran, slot) for slot in slots))
+        path = f"/v1/jobs/{spec.id}/restore"
+
+        async def one(slot: int) -> None:
+            for ident in {found[slot][0], found[0][0]}:
+                parts = [source if of == ident else None for of, source in found]
+                for order in plan_restore(ident, parts, slot):
+                    size = sum(file.size for file in order.files)
+                    limit_s = FILES_S + size / starting.STAGE_FLOOR_BYTES_S
+                    node = spec.slots[slot].node
+                    await self.call(node, "POST", path, order, deadline_s=limit_s)
+
+        results = await asyncio.gather(*map(one, slots), return_exceptions=True)
+        if errors := [error for error in results if isinstance(error, BaseException)]:
+            raise starting.first_error(BaseExceptionGroup("restore", errors))
+
+    async def _left(self, ran: Signed, slot: int) -> tuple[str, SlotSource | None]:
+        """Find the newest that a slot has left; also return of which attempt.
+
+        One that was lost at once had no copies yet, but the one before it had.
+        """
+        for spec in (ran.spec, *reversed(ran.history)):
+            source = await self._left_by(spec, slot)
+            if source is not None:
+                return spec.id, source
+        log.warning("job %s: nothing is left of what slot %d has made", ran.spec.id, slot)
+        return ran.spec.id, None
+
+    async def _left_by(self, ran: JobSpec, slot: int) -> SlotSource | None:
+        """Find what an attempt has left: on its node, or else the newest copy on a voter."""
+        node = ran.slots[slot].node
+        here = HostAddress(node, self.addresses(node))
+        if await self.answers(node):
+            with contextlib.suppress(GpuLayerError):
+                path = f"/v1/jobs/{ran.id}/files"
+                plain = await self.call(node, "GET", path, deadline_s=FILES_S)
+                ranks = ranks_of(ran, slot)
+                files = wire.decode_as(Outputs, plain).files
+                return SlotSource(here, tuple(f for f in files if f.rank in ranks), None)
+
+        async def held(voter: NodeId) -> list[tuple[HostAddress, HeldSlot]]:
+            path = f"/v1/copies/{ran.id}?slot={slot}"
+            try:
+                plain = await self.call(voter, "GET", path, deadline_s=LISTING_S)
+                lists = wire.decode_as(tuple[HeldSlot, ...], plain)
+            except GpuLayerError:
+                return []
+            return [(HostAddress(voter, self.addresses(voter)), one) for one in lists]
+
+        answers = await asyncio.gather(*map(held, ran.voters))
+        return newest_copy(slot, [one for answer in answers for one in answer])
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    spec: Annotated[bytes, Meta(max_length=CHAIN_MAX)] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """`starting.Source` from the chunk store."""
+
+    manifest_bytes: bytes
+    chunks: tuple[bytes, ...]
+    store: ChunkStore
+
+    def read_chunk(self, sha256: bytes) -> bytes:
+        return self.store.read(sha256)
