@@ -2,10 +2,10 @@
 
 Rank 0 keeps in its output folder, which survives: of each fit how it began (`<call>.json`), its
 newest full checkpoint (`<call>.ckpt`, a second name of that file), and beside it the states in
-which it left callbacks (`<call>-N.pt`) and the rows logged so far (`<call>-N.csv`); which log
-folders were chosen (`logs.json`); and where this folder lay in all attempts (`roots.json`). A
-checkpoint counts once all callbacks have had their turn at that hook, or files of some would lack
-the last one.
+which it left callbacks (`<call>-N.pt`) and the rows logged so far (`<call>-N.csv`); one that rests
+(`<call>.rest.ckpt`), because files that change all the time are never copied; which log folders
+were chosen (`logs.json`); and where this folder lay in all attempts (`roots.json`). A checkpoint
+counts once all callbacks have had their turn at that hook, or files of some would lack the last.
 
 In a later attempt every rank finds that folder in `GPULAYER_RESTORED`, and its own files in place,
 below another path. The same fit then goes on exactly where that checkpoint was written: what was
@@ -24,6 +24,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from gpulayer.pytorch.trainer import Trainer
 
 _LOGS, _ROOTS = "logs.json", "roots.json"
+# Copies take a file that stayed the same for two of their looks, 2 s apart, and then its transfer.
+REST_S = 10.0
 _chosen: list[str] = []  # log folders, by this process, so far
 # In which order checkpoints of one batch are written; one in a batch trains that one again.
 _PLACES = (Place.BATCH_END, Place.VALIDATION, Place.VALIDATED, Place.NEXT, Place.EPOCH_END,
@@ -92,8 +95,8 @@ class FitAgain:
         self._marks = 0  # checkpoints of this attempt
         # Of one that was written and is to count: when, and the name of what lies beside it.
         self._pending: tuple[tuple[int, Place], str] | None = None
-        before = None if place.restored is None else place.restored / ownfiles.checkpoint(call)
-        self.checkpoint = before if before is not None and before.is_file() else None
+        self._resting, self._rests_s = "", float("-inf")  # what lies beside it, and since when
+        self.checkpoint = None if place.restored is None else _newest(place.restored, call)
         self.again = place.restored is not None
         self.saving_end = self.end_is_saved = False
 
@@ -168,11 +171,7 @@ class FitAgain:
         """Take a checkpoint that was written, for `commit`; on rank 0."""
         pending = self._kept(f"{self._call}.tmp")
         pending.parent.mkdir(parents=True, exist_ok=True)
-        pending.unlink(missing_ok=True)
-        try:
-            os.link(path, pending)
-        except OSError:  # another file system, or one without links
-            shutil.copyfile(path, pending)
+        _second_name(path, pending)
         self._pending = _moment(trainer), self._beside()
 
     def commit(self, trainer: Trainer) -> None:
@@ -187,9 +186,14 @@ class FitAgain:
         if trainer._file is not None and trainer._file.rows:
             # The log itself changes all the time, and may be copied as it was before.
             shutil.copyfile(trainer._file.path, self._kept(f"{beside}.csv"))
-        os.replace(self._kept(f"{self._call}.tmp"), self._kept(f"{self._call}.ckpt"))
+        newest, pending = self._kept(f"{self._call}.ckpt"), self._kept(f"{self._call}.tmp")
+        os.replace(pending, newest)
+        if monotonic() - self._rests_s >= REST_S:
+            _second_name(newest, pending)
+            os.replace(pending, self._kept(f"{self._call}.rest.ckpt"))
+            self._resting, self._rests_s = beside, monotonic()
         for old in self._kept("").glob(f"{self._call}-*"):
-            if old.stem != beside:
+            if old.stem not in (beside, self._resting):
                 old.unlink()
 
     def take(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
@@ -275,6 +279,21 @@ def _began(place: RankEnv, call: int) -> Any:
     if place.restored is None:
         return None
     return _read_json(place.restored / ownfiles.RESUME / f"{call}.json")
+
+
+def _newest(restored: Path, call: int) -> Path | None:
+    """Return the checkpoint that a fit had come to, of those that arrived."""
+    newest = restored / ownfiles.checkpoint(call)
+    found = [file for file in (newest, newest.with_suffix(".rest.ckpt")) if file.is_file()]
+    return max(found, key=lambda file: _head(file) or (-1, 0), default=None)
+
+
+def _second_name(file: Path, name: Path) -> None:
+    name.unlink(missing_ok=True)
+    try:
+        os.link(file, name)
+    except OSError:  # another file system, or one without links
+        shutil.copyfile(file, name)
 
 
 def _roots(place: RankEnv) -> list[str]:

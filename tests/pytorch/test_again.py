@@ -123,6 +123,7 @@ class Job:
         self.patch = monkeypatch
         self.script = script
         self.attempts = 0
+        self.copied = False  # of what changes all the time, nothing has arrived
 
     @property
     def folder(self) -> Path:
@@ -162,7 +163,21 @@ class Job:
         self.attempts += 1
         shutil.copytree(before / "out", self.folder / "out")
         shutil.copytree(before / "work", self.folder / "work")
-        shutil.copytree(before / "out" / "rank0", self.folder / "restored")
+        if self.copied:
+            for out in self.folder.glob("out/*"):
+                self._drop_newest(out / ownfiles.RESUME)
+        shutil.copytree(self.folder / "out" / "rank0", self.folder / "restored")
+
+    @staticmethod
+    def _drop_newest(kept: Path) -> None:
+        last = max((int(file.stem) for file in kept.glob("[0-9].json")), default=0)
+        for rests in kept.glob(f"{last}.rest.ckpt"):
+            call = rests.name.partition(".")[0]
+            (kept / f"{call}.ckpt").unlink(missing_ok=True)
+            held = torch.load(rests, weights_only=True)["loops"]["fit_loop"]["again"]["beside"]
+            for file in kept.glob(f"{call}-*"):
+                if file.stem != held:
+                    file.unlink()
 
     def _result(self, trainers: list[Trainer], model: Module) -> dict[str, Any]:
         folder = self.folder
@@ -423,3 +438,19 @@ def test_script_of_the_page_goes_on_where_it_was(tmp_path: Path) -> None:
     assert [text.splitlines()[-1] for text in ranks.check().output] == ["from 3", "from 3"]
     states = [torch.load(path, weights_only=True) for path in (whole, went_on)]
     assert repr(states[0]) == repr(states[1])
+
+
+@pytest.mark.parametrize("name", ["two", "link", "several"])
+@pytest.mark.parametrize("part", range(4))
+def test_checkpoint_that_rests_serves_where_newer_ones_were_not_copied(
+    name: str, part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: random.Random
+) -> None:
+    expected = unbroken(name, tmp_path, monkeypatch)
+    clock = itertools.count()
+    monkeypatch.setattr(again, "monotonic", lambda: next(clock))  # once or twice a checkpoint
+    monkeypatch.setattr(again, "REST_S", 4)
+    job = Job(tmp_path / "job", monkeypatch, SCRIPTS[name]())
+    job.copied = True
+    after = int(_hooks[name] * (part + rng.random()) / 4) + 1
+    assert job.run(after) is None
+    assert job.run() == expected, f"broken off after {after} hooks"
