@@ -2,10 +2,11 @@
 
 Rank 0 keeps in its output folder, which survives: of each fit how it began (`<call>.json`), its
 newest full checkpoint (`<call>.ckpt`, a second name of that file), and beside it the states in
-which it left callbacks (`<call>-N.pt`) and the rows logged so far (`<call>-N.csv`); one that rests
-(`<call>.rest.ckpt`), because files that change all the time are never copied; which log folders
-were chosen (`logs.json`); and where this folder lay in all attempts (`roots.json`). A checkpoint
-counts once all callbacks have had their turn at that hook, or files of some would lack the last.
+which it left callbacks (`<call>-N.pt`) and the rows logged so far (`<call>-N.csv`), with a mark
+that both are whole; one that rests (`<call>.rest.ckpt`), because files that change all the time are
+never copied; which log folders were chosen (`logs.json`); and where this folder lay in all attempts
+(`roots.json`). A checkpoint counts once all callbacks have had their turn at that hook, or files of
+some would lack the last.
 
 In a later attempt every rank finds that folder in `GPULAYER_RESTORED`, and its own files in place,
 below another path. The same fit then goes on exactly where that checkpoint was written: what was
@@ -23,6 +24,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -145,7 +147,7 @@ class FitAgain:
             if str(file) in self._present:
                 continue
             its = _head(file)
-            if its is not None and (at is None or its > at):
+            if its is not None and (at is None or its.moment > at.moment):
                 file.unlink(missing_ok=True)
 
     # -- the checkpoint ----------------------------------------------------------------------
@@ -186,6 +188,7 @@ class FitAgain:
         if trainer._file is not None and trainer._file.rows:
             # The log itself changes all the time, and may be copied as it was before.
             shutil.copyfile(trainer._file.path, self._kept(f"{beside}.csv"))
+        self._kept(f"{beside}.whole").touch()
         newest, pending = self._kept(f"{self._call}.ckpt"), self._kept(f"{self._call}.tmp")
         os.replace(pending, newest)
         if monotonic() - self._rests_s >= REST_S:
@@ -284,8 +287,15 @@ def _began(place: RankEnv, call: int) -> Any:
 def _newest(restored: Path, call: int) -> Path | None:
     """Return the checkpoint that a fit had come to, of those that arrived."""
     newest = restored / ownfiles.checkpoint(call)
-    found = [file for file in (newest, newest.with_suffix(".rest.ckpt")) if file.is_file()]
-    return max(found, key=lambda file: _head(file) or (-1, 0), default=None)
+    found = []
+    for file in (newest, newest.with_suffix(".rest.ckpt")):
+        head = _head(file)
+        if head is None or head.beside is None:
+            continue
+        # What lies beside it is copied on its own, and may not have arrived.
+        if file.with_name(f"{head.beside}.whole").exists():
+            found.append((head.moment, file))
+    return max(found)[1] if found else None
 
 
 def _second_name(file: Path, name: Path) -> None:
@@ -341,12 +351,19 @@ def _moment(trainer: Trainer) -> tuple[int, Place]:
     return trainer._total_batches, trainer._loop.position().place
 
 
-def _head(file: Path) -> tuple[int, int] | None:
-    """Return when in its fit a checkpoint was written, to compare; None for other files."""
+@dataclass(frozen=True, slots=True)
+class _Head:
+    moment: tuple[int, int]  # when in its fit it was written, to compare
+    beside: str | None  # see `mark`
+
+
+def _head(file: Path) -> _Head | None:
+    """Look into a checkpoint; None for other files."""
     with contextlib.suppress(Exception):  # of many types: anything may lie there
         held = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         loop = held["loops"]["fit_loop"]
-        return loop["total_batches"], _PLACES.index(Place(loop["position"]["place"]))
+        moment = loop["total_batches"], _PLACES.index(Place(loop["position"]["place"]))
+        return _Head(moment, loop.get("again", {}).get("beside"))
     return None
 
 

@@ -172,8 +172,7 @@ class Job:
     def _drop_newest(kept: Path) -> None:
         last = max((int(file.stem) for file in kept.glob("[0-9].json")), default=0)
         for rests in kept.glob(f"{last}.rest.ckpt"):
-            call = rests.name.partition(".")[0]
-            (kept / f"{call}.ckpt").unlink(missing_ok=True)
+            call = rests.name.partition(".")[0]  # its newest checkpoint came without the rest
             held = torch.load(rests, weights_only=True)["loops"]["fit_loop"]["again"]["beside"]
             for file in kept.glob(f"{call}-*"):
                 if file.stem != held:
