@@ -122,6 +122,7 @@ class FitLoop:
         self._resume = resume
         self._place = Place.BETWEEN
         self._complete = False
+        self._first_step = trainer.global_step
         self.began: dict[str, Any] | None = None
         self.before_validation: dict[str, Any] = {}  # what one that is run again begins with
         # the batch in hand
@@ -270,6 +271,10 @@ class FitLoop:
             if at.place not in (Place.BATCH, Place.NEXT):
                 self._after_batch(at.place)
             self._end_epoch(self._read(stream))
+
+    def has_stepped(self) -> bool:
+        """Return whether this fit has made a step; on several ranks, reduced gradients."""
+        return self.trainer.global_step > self._first_step
 
     def position(self) -> Position:
         """Return where a checkpoint is written now."""

@@ -1,11 +1,12 @@
 """Going on from a checkpoint in the middle of a fit, exactly: to the bit what an unbroken run does.
 
 A checkpoint holds, besides weights and counters, where in the loop it was written (`Place`) and of
-each rank its random states, the gradients of a half-filled accumulation window, what it has logged
-since the epoch began, and the random states from which the epoch's iterator was made. The iterator
-is made again from those, the batches that were trained are skipped, and then the states of the
-moment are set. Batches are skipped by their indices, without reading data, except where workers or
-an iterable data set read ahead with random states of their own.
+each rank its random states, the gradients of a half-filled accumulation window, the order in which
+gradients are reduced, what it has logged since the epoch began, and the random states from which
+the epoch's iterator was made. The iterator is made again from those, the batches that were trained
+are skipped, and then the states of the moment are set. Batches are skipped by their indices,
+without reading data, except where workers or an iterable data set read ahead with random states of
+their own.
 
 With another number of ranks this is impossible; then the epoch goes on after as many whole windows
 as cover the same share of it, with fresh random states. Knows the loop and its loader, not files.
@@ -163,6 +164,7 @@ class Resume:
             return
         if not self.reads:
             data.make_equal(loop.loader, mine["generators"], mine["workers"])
+        loop.strategy.settle(self._ranks[0].get("order", []))
         loop.strategy.load_gradients(mine["gradients"])
         with torch.no_grad():
             for name, buffer in mine["buffers"].items():
@@ -204,6 +206,7 @@ def capture(loop: FitLoop, at: Position) -> dict[str, Any]:
         "generators": data.generator_states(loop.loader),
         "workers": data.has_workers(loop.loader),
         "gradients": loop.strategy.gradients() if half else {},
+        "order": loop.strategy.order(reduced=loop.has_stepped()),
         # Data parallelism takes rank 0's at the next step only; a validation before it does not.
         "buffers": {
             name: buffer.cpu()

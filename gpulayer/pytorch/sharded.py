@@ -93,6 +93,13 @@ class FullySharded:
                     stride=parameter.stride(),
                 )
 
+    def order(self, *, reduced: bool) -> list[int]:
+        """Return nothing: gradients are laid out by modules, from the first step on."""
+        return []
+
+    def settle(self, order: list[int]) -> None:
+        """Do nothing, see `order`."""
+
     def fingerprint(self) -> None:
         """Return nothing: each rank has weights that no other rank has."""
 

@@ -7,8 +7,10 @@ dicts are whole and plain in both, so that any run can read a checkpoint. Does n
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -40,6 +42,21 @@ class StepForward(nn.Module):
         return output
 
 
+@contextmanager
+def _without_hooks(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Keep hooks on parameters from being called."""
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    hooked = [(one, name, kept) for one in parameters for name in names
+              if (kept := getattr(one, name))]  # fmt: skip
+    for one, name, _ in hooked:
+        setattr(one, name, OrderedDict())  # None would leave the latter kind where it is
+    try:
+        yield
+    finally:
+        for one, name, kept in hooked:
+            setattr(one, name, kept)
+
+
 class Replicated:
     """Every rank has the whole module and DDP averages gradients; one rank needs no wrapper."""
 
@@ -48,6 +65,8 @@ class Replicated:
         self._module = module
         self.wrapped: DistributedDataParallel | None = None
         self.forward: Callable[..., Any] = module.training_step
+        self._reduced: tuple[list[nn.Parameter], list[bool]] = [], []  # and whether it is sparse
+        self._order: list[int] | None = None
 
     def prepare(self) -> None:
         """Bring the module to its device, equal on all ranks, ready to train."""
@@ -57,6 +76,7 @@ class Replicated:
         wrapped = self._runtime.prepare(StepForward(self._module))
         assert isinstance(wrapped, DistributedDataParallel)
         self.wrapped = self.forward = wrapped
+        self._reduced = wrapped._build_params_for_reducer()  # type: ignore[no-untyped-call]
 
     def unsynchronised(self) -> AbstractContextManager[Any]:
         """Return a block in which backward leaves gradients on their rank."""
@@ -77,6 +97,52 @@ class Replicated:
                 parameter.grad = gradients[name].to(parameter.device)
         if gradients and self.wrapped is not None:
             self.wrapped.require_forward_param_sync = False  # as after a batch of the window
+
+    # DDP puts gradients into buckets in the order of its parameters at first, and after the first
+    # backward pass in the order in which they became ready in it. Rings of three ranks and more add
+    # up in an order that depends on the place in a bucket: a resumed fit needs the same places.
+
+    def order(self, *, reduced: bool) -> list[int]:
+        """Return the order of gradients in DDP's buckets on rank 0; empty: as at first.
+
+        Args:
+            reduced: whether this fit has reduced gradients.
+        """
+        if self._order is None and reduced and self._lays_out_anew():
+            wrapped: Any = self.wrapped
+            wrapped.logger.set_runtime_stats_and_log()  # it would do so with the next forward
+            found = wrapped._get_ddp_logging_data()
+            ready = found.get("prev_iteration_grad_ready_order_indices", "")
+            text = str(found.get("rebuilt_per_bucket_param_indices", ready))
+            self._order = [int(number) for number in re.findall(r"\d+", text)]
+        return self._order or []
+
+    def settle(self, order: list[int]) -> None:
+        """Have DDP lay out its buckets as those of another run were, by a backward pass of zeros.
+
+        No hook on parameters is called, and gradients stay what they are.
+        """
+        parameters, sparse = self._reduced
+        if not self._lays_out_anew() or sorted(order) != list(range(len(parameters))):
+            return
+        assert self.wrapped is not None
+        self._order = order
+        gradients = [one.grad for one in parameters]
+        with _without_hooks(parameters):
+            for one in parameters:
+                one.grad = None
+            self.wrapped.reducer.prepare_for_backward([])
+            for index in order:
+                zeros = torch.zeros_like(parameters[index])
+                torch.autograd.backward(
+                    parameters[index], zeros.to_sparse(1) if sparse[index] else zeros
+                )
+            self.wrapped.reducer._rebuild_buckets()
+        for one, gradient in zip(parameters, gradients, strict=True):
+            one.grad = gradient
+
+    def _lays_out_anew(self) -> bool:
+        return self.wrapped is not None and not self.wrapped.find_unused_parameters
 
     def fingerprint(self) -> tuple[float, float] | None:
         """Return two numbers that depend on all weights, None if not finite; waits for the device.

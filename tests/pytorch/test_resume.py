@@ -449,3 +449,70 @@ tell(seen=seen, warned=[str(one.message) for one in caught])
     told = one.told()
     assert told["seen"][0] == [0, 3, 1]  # 4 of 7 batches were trained; windows are of 3
     assert any("written by 2 ranks and 1 go on" in text for text in told["warned"])
+
+
+BUCKETS = """
+import functools
+import gpulayer.pytorch.runtime as runtime
+
+class Wide(Model):
+    # Used in another order than registered, so that DDP lays gradients out anew.
+    def __init__(self):
+        super().__init__()
+        sizes = [5, 33, 2, 17, 9]
+        self.parts = torch.nn.ModuleList(torch.nn.Linear(4, size) for size in sizes)
+        self.last = torch.nn.Parameter(torch.tensor(0.3))
+        self.parts[0].weight.register_hook(self.look)
+        self.parts[1].weight.register_post_accumulate_grad_hook(lambda one: self.look(one.grad))
+
+    def look(self, gradient):
+        assert gradient.any()  # hooks see gradients of batches only
+
+    def loss(self, batch):
+        found = self.layers(batch[0])
+        for index in (2, 0, 4, 3, 1):
+            found = found + self.parts[index](batch[0]).tanh().mean(1, keepdim=True) * self.last
+        return torch.nn.functional.mse_loss(found, batch[1])
+
+Model = Wide
+
+def buckets_of(bytes_each):
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    runtime.DistributedDataParallel = functools.partial(
+        wrapper, bucket_cap_mb=bytes_each / 2**20
+    )
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.network
+@pytest.mark.parametrize("world", [2, 3])
+def test_resumed_ranks_sum_gradients_in_the_same_order(tmp_path: Path, world: int) -> None:
+    places = [
+        ("on_train_batch_end", 1),  # before gradients were ever reduced
+        ("on_train_batch_start", 3),  # the batch in hand is the first that reduces
+        ("on_train_batch_end", 3),  # before the buckets are laid out anew
+        ("on_train_batch_end", 4),
+        ("on_validation_end", 1),
+        ("on_train_epoch_end", 1),
+    ]
+    body = f"""
+    places = {places!r}
+    wrong = []
+    for size, strategy in ((64, "ddp"), (300, "ddp"), (2**20, "ddp"),
+                           (300, "ddp_find_unused_parameters_true")):
+        buckets_of(size)
+        saves = [SaveAt(f"{{i}}.ckpt", hook, count) for i, (hook, count) in enumerate(places)]
+        whole = run("whole", callbacks=saves, strategy=strategy)
+        for i, place in enumerate(places):
+            again = SaveAt("again.ckpt", "on_train_batch_end", 1)
+            found = [run(str(i), f"{{i}}.ckpt", callbacks=again, strategy=strategy)]
+            if i in (1, 3):  # at once again
+                found.append(run(str(i), "again.ckpt", strategy=strategy))
+            wrong += [[size, strategy, place] for one in found if one != whole]
+    tell(wrong=wrong)
+    """
+    head = textwrap.dedent(OVER_RANKS) + textwrap.dedent(BUCKETS)
+    head = head.replace("4 // WORLD", "2").replace("samples(28)", f"samples({14 * world})")
+    ranks = Ranks(tmp_path, head + textwrap.dedent(body), world).check()
+    assert [ranks.told(rank)["wrong"] for rank in range(world)] == [[]] * world
