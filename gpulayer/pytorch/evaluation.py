@@ -68,9 +68,9 @@ class Evaluation:
                 source,
                 runtime.rank,
                 runtime.world_size,
-                seed=seeding.sampler_seed(),
+                seed=trainer._seeds[0],
                 inject=trainer.use_distributed_sampler,
-                init=seeding.worker_init(runtime.rank),
+                init=seeding.worker_init(runtime.rank, trainer._seeds[1]),
             )
             self._several = len(self._loaders) > 1
             if self._several and not takes(self._step, 3):
@@ -82,6 +82,11 @@ class Evaluation:
             self.num_batches = [
                 batches(self._limit, data.padded_length(one), limit) for one in self._loaders
             ]
+            # A rank without batches takes no part in what ranks do together.
+            kind = "test" if self._stage == "test" else "validation"
+            runtime.agree(
+                f"which {kind} loaders have batches", [count > 0 for count in self.num_batches]
+            )
             trainer._loaders[self._stage] = data.as_given(source, self._loaders)
             trainer._num_batches[self._stage] = self.num_batches
         return self._loaders

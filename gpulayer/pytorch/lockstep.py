@@ -39,7 +39,7 @@ class Post:
     """What one rank tells.
 
     Args:
-        batches: begun by this rank, in all epochs.
+        batches: whose training this rank has begun, in all epochs.
         met: the number of the last meeting that it has come to.
         left: the number of the last meeting that it has left.
         stops: the batch after which it waits to stop; 0: none.
@@ -90,7 +90,8 @@ def _who_is_where(number: int, posts: Sequence[Post]) -> str:
     parts = [f"{_named(ranks, posts)} {where}" for where, ranks in groups.items()]
     return (
         f"ranks part: {', '.join(parts)} (counted over all epochs). All must train equally many: "
-        "look for a loader that yields less on one rank, or for should_stop set on some ranks only"
+        "look for a loader that yields less on one rank, or for should_stop set or "
+        "on_train_batch_start returning -1 on some ranks only"
     )
 
 

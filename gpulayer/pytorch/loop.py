@@ -113,9 +113,14 @@ class FitLoop:
         # stopping by a signal, and what ranks tell each other
         self._lockstep: Lockstep | None = None
         self._began_s = 0.0  # the batch in hand
+        # Batches whose training has begun, in all epochs: not one that on_train_batch_start left
+        # out, for that hook may take longer on one rank.
+        self._begun = trainer._total_batches
         self._running = False
         self._signal: int | None = None  # that this process was sent
-        self._stop_after = _INF  # the batch of this fit's total after which to think of stopping
+        self._stop_after = (
+            _INF  # the batch, counted in all epochs, after which to think of stopping
+        )
         self.interrupted = False
         self._weights_odd = False
         # where a checkpoint would be written now, and what the epoch's iterator was made from
@@ -213,8 +218,10 @@ class FitLoop:
             self.trainer._save_final()
             return
         if self._batch_idx < 0:
+            rank = "" if self._alone else f" of rank {self._runtime.rank}"
+            epoch = self.trainer.current_epoch
             raise RuntimeError(
-                f"the training loader yielded no batch in epoch {self.trainer.current_epoch}: "
+                f"the training loader{rank} yielded no batch in epoch {epoch}: "
                 "each epoch iterates over the loader anew, and an iterator or generator gives its "
                 "batches once only; pass a DataLoader, a list or an object with __iter__"
             )
@@ -315,6 +322,7 @@ class FitLoop:
             self._outputs = {}
             if batch is None:
                 warnings.warn("the training loader yielded None; no step is made", stacklevel=2)
+                self._begun += 1
                 self._stepping = self._window_full()
             else:
                 if on_start is not None:
@@ -324,6 +332,7 @@ class FitLoop:
                         self._step_by_batch()
                         self._step_by_epoch(plateau=False)
                         return True
+                self._begun += 1
                 self._stepping = self._window_full()
                 self._train(batch, batch_idx)
             if self._stepping and self._step_schedulers:
@@ -335,7 +344,7 @@ class FitLoop:
                 metrics.hook = "on_train_batch_end"
                 on_end(self._outputs, batch, batch_idx)
             self._after_batch(Place.BATCH_END)
-            if trainer._total_batches >= self._stop_after and self._stops_here():
+            if self._begun >= self._stop_after and self._stops_here():
                 self.interrupted = True
                 return False
         return self.is_last
@@ -438,7 +447,7 @@ class FitLoop:
     # -- all ranks together ------------------------------------------------------------------
 
     def _open_lockstep(self) -> Lockstep | None:
-        runtime, trainer = self._runtime, self.trainer
+        runtime = self._runtime
         store = runtime.store("gpulayer.fit")
         if store is None:
             return None
@@ -447,7 +456,7 @@ class FitLoop:
             runtime.rank,
             runtime.world_size,
             runtime.node,
-            batches=lambda: trainer._total_batches,
+            batches=lambda: self._begun,
             plan_stop=self._plan_stop,
             deadline_s=store.timeout.total_seconds(),
         )
@@ -498,10 +507,10 @@ class FitLoop:
         if self._lockstep is None:
             return True
         planned, self._stop_after = self._stop_after, _INF
-        if self.trainer._total_batches > planned:
+        if self._begun > planned:
             self._lockstep.missed()
             return False
-        return self._lockstep.stops_here(self.trainer._total_batches)
+        return self._lockstep.stops_here(self._begun)
 
     def slowest_rank(self) -> str | None:
         """Name the rank that the others wait for, if one stands out."""

@@ -206,6 +206,7 @@ def capture(loop: FitLoop, at: Position) -> dict[str, Any]:
         "generators": data.generator_states(loop.loader),
         "workers": data.has_workers(loop.loader),
         "gradients": loop.strategy.gradients() if half else {},
+        "seeds": list(trainer._seeds),
         "order": loop.strategy.order(reduced=loop.has_stepped()),
         # Data parallelism takes rank 0's at the next step only; a validation before it does not.
         "buffers": {

@@ -278,12 +278,13 @@ class Runtime:
             found.append(received.cpu().numpy().tobytes())
         return found
 
+    def gather(self, value: Any) -> list[Any]:
+        """Return what every rank has, in rank order, on all ranks; it must be plain data."""
+        return [json.loads(text) for text in self.gather_text(json.dumps(value))]
+
     def agree(self, what: str, value: Any) -> None:
         """Raise on all ranks where a value that must be equal is not."""
-        everyone = [json.loads(text) for text in self.gather_text(json.dumps(value))]
-        if any(one != everyone[0] for one in everyone):
-            listed = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(everyone))
-            raise RuntimeError(f"{what} differs between ranks: {listed}")
+        agreed(what, self.gather(value))
 
     def store(self, name: str) -> Any:
         """Return a new `torch.distributed.Store` that all ranks share; None for a single rank.
@@ -319,6 +320,17 @@ class Runtime:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def agreed(what: str, everyone: list[Any]) -> None:
+    """Raise where a value that must be equal on all ranks is not."""
+    if any(one != everyone[0] for one in everyone):
+        raise RuntimeError(f"{what} differs between ranks: {by_rank(everyone)}")
+
+
+def by_rank(everyone: list[Any]) -> str:
+    """Return what every rank has, in words."""
+    return ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(everyone))
 
 
 def _device(accelerator: str, place: RankEnv) -> torch.device:

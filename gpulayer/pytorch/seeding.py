@@ -61,9 +61,13 @@ def diverge(rank: int) -> None:
         random.seed(_seed + rank)
 
 
-def worker_init(rank: int) -> WorkerSeed | None:
-    """Return what a DataLoader without a `worker_init_fn` should get, None to leave it alone."""
-    return WorkerSeed(_seed or 0, rank) if _seed_workers else None
+def worker_init(rank: int, seed: int | None = None) -> WorkerSeed | None:
+    """Return what a DataLoader without a `worker_init_fn` should get, None to leave it alone.
+
+    Args:
+        seed: default: that of `seed_everything`.
+    """
+    return WorkerSeed(sampler_seed() if seed is None else seed, rank) if _seed_workers else None
 
 
 class WorkerSeed:

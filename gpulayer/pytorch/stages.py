@@ -18,7 +18,7 @@ from gpulayer.pytorch.hooks import Hooks
 from gpulayer.pytorch.loop import FitLoop, fit_batches
 from gpulayer.pytorch.module import Module, explain, overridden
 from gpulayer.pytorch.prediction import Prediction
-from gpulayer.pytorch.runtime import Runtime
+from gpulayer.pytorch.runtime import Runtime, agreed, by_rank
 from gpulayer.pytorch.stopping import Signals
 from gpulayer.pytorch.strategy import Replicated, Strategy
 from gpulayer.pytorch.timer import Timer
@@ -55,9 +55,9 @@ class TrainingData:
             source,
             runtime.rank,
             runtime.world_size,
-            seed=seeding.sampler_seed(),
+            seed=trainer._seeds[0],
             inject=trainer.use_distributed_sampler,
-            init=seeding.worker_init(runtime.rank),
+            init=seeding.worker_init(runtime.rank, trainer._seeds[1]),
         )
         trainer._num_training_batches = fit_batches(self._loader, trainer.limit_train_batches)
         trainer._loaders["train"] = self._loader
@@ -90,8 +90,11 @@ def fit(
         try:
             if restart is not None:
                 restart.start(trainer)
-            checkpoint = _load(trainer, model, ckpt_path, checkpoints.load_for_fit, restart)
-            evaluation, strategy = _prepare(trainer, model, val)
+            validates = _validates(trainer, model, val)
+            checkpoint = _load(
+                trainer, model, ckpt_path, checkpoints.load_for_fit, restart, validates=validates
+            )
+            evaluation, strategy = _prepare(trainer, model, val, validates)
             _call(trainer, "on_fit_start")
             _log_hyperparameters(trainer, model)
             resume = None
@@ -232,18 +235,28 @@ def _load(
     ckpt_path: str | None,
     read: Callable[[str], checkpoints.Checkpoint],
     restart: again.FitAgain | None = None,
+    *,
+    validates: bool | None = None,
 ) -> checkpoints.Checkpoint | None:
     """Load weights and states of callbacks from a checkpoint, if one was asked for.
 
+    Here ranks meet first, and compare what they start with.
+
     Args:
         restart: a fit that may have begun in an earlier attempt: what it had come to goes before.
+        validates: whether a fit has a validation; None: it is no fit.
     """
     trainer.ckpt_path = ckpt_path
     goes_on = None if restart is None else restart.checkpoint
     source = ckpt_path if goes_on is None else str(goes_on)
     found = None if source is None else read(source)
     point = found and [found.get("epoch"), found.get("global_step")]
-    trainer.runtime.agree("the epoch and step of the checkpoint", point)
+    everyone = trainer.runtime.gather([point, validates, seeding.sampler_seed()])
+    points, validations, seeds = (list(column) for column in zip(*everyone, strict=True))
+    agreed("the epoch and step of the checkpoint", points)
+    agreed("whether there is a validation", validations)
+    ranks = [] if found is None or validates is None else found["ranks"]
+    _choose_seeds(trainer, seeds, ranks)
     if found is not None:
         if restart is not None and goes_on is not None:
             restart.take(trainer, found)
@@ -251,6 +264,24 @@ def _load(
             again.move(trainer, found)
         checkpoints.restore_module(trainer, model, found, again=goes_on is not None)
     return found
+
+
+def _choose_seeds(trainer: Trainer, seeds: list[int], ranks: list[Any]) -> None:
+    """Take the seeds of loaders from what ranks were seeded with, or from a checkpoint's ranks.
+
+    Samplers need one seed, or samples are trained twice and others not at all.
+    """
+    rank, world = trainer.global_rank, trainer.world_size
+    trainer._seeds = seeds[0], seeds[rank]
+    if ranks and "seeds" in ranks[0]:
+        same = len(ranks) == world
+        trainer._seeds = ranks[0]["seeds"][0], ranks[rank]["seeds"][1] if same else seeds[rank]
+    elif len(set(seeds)) > 1 and rank == 0:
+        warnings.warn(
+            f"seeds differ between ranks ({by_rank(seeds)}): samples are shared out by rank 0's; "
+            "every rank draws other random numbers also with one seed for all",
+            stacklevel=6,
+        )
 
 
 def _to_device(trainer: Trainer, model: Module) -> None:
@@ -286,7 +317,7 @@ def _limits(trainer: Trainer) -> None:
 
 
 def _prepare(
-    trainer: Trainer, model: Module, val: data.Loaders | None
+    trainer: Trainer, model: Module, val: data.Loaders | None, validates: bool
 ) -> tuple[Evaluation | None, Strategy]:
     """Bring the module to its device, ready to train, and build optimizers and validation."""
     runtime = trainer.runtime
@@ -299,14 +330,19 @@ def _prepare(
         custom_stepping=overridden(model, "lr_scheduler_step"),
         several=not model.automatic_optimization,
     )
+    if not validates:
+        return None, strategy
+    return Evaluation(trainer, model, "fit", _source(model, "val_dataloader", val)), strategy
+
+
+def _validates(trainer: Trainer, model: Module, val: data.Loaders | None) -> bool:
+    """Return whether a fit has a validation."""
     given = val is not None or overridden(model, "val_dataloader")
     stepped = overridden(model, "validation_step")
     if stepped != given:
         absent = "no validation loader" if stepped else "no validation_step"
         warnings.warn(f"there is {absent}: validation is skipped", stacklevel=5)
-    if not given or not stepped or trainer.limit_val_batches == 0:
-        return None, strategy
-    return Evaluation(trainer, model, "fit", _source(model, "val_dataloader", val)), strategy
+    return given and stepped and trainer.limit_val_batches != 0
 
 
 def _strategy(trainer: Trainer, model: Module) -> Strategy:

@@ -236,6 +236,7 @@ class Trainer:
         self._module: Module | None = None
         self._hooks: Hooks = Hooks(self, Module(), ())
         self._data: stages.TrainingData | None = None
+        self._seeds = (0, 0)  # of samplers, equal on all ranks, and of loaders' workers
         self._strategy: strategies.Strategy | None = None
         self._call = 0  # the index in the script of the call that runs, or ran last
         self._again: again.FitAgain | None = None  # while a fit runs whose job may start again

@@ -365,6 +365,71 @@ def test_oversized_post_is_refused() -> None:
             """,
             "whether training ends with epoch 0 differs between ranks: rank 0: False, rank 1: True",
         ),
+        (
+            """
+            class Leaves(Net):
+                def on_train_batch_start(self, batch, batch_idx):
+                    return -1 if RANK == 1 and batch_idx == 2 else None
+
+            trainer().fit(Leaves(), DataLoader(samples(64), 4))
+            """,
+            "rank 0 went on with batch 3, rank 1 ended the epoch after batch 2",
+        ),
+        (
+            """
+            class Leaves(Net):
+                def on_train_batch_start(self, batch, batch_idx):
+                    return -1 if RANK == 0 and self.trainer.current_epoch and batch_idx == 7 else 0
+
+            trainer(max_epochs=3).fit(Leaves(), DataLoader(samples(64), 4))
+            """,
+            "rank 0 ended the epoch after batch 15, rank 1 went on with batch 16",
+        ),
+        (
+            """
+            class Share(torch.utils.data.IterableDataset):
+                def __iter__(self):
+                    return iter([torch.ones(4)] * (0 if RANK else 9))
+
+            trainer().fit(Net(), DataLoader(Share(), 1))
+            """,
+            "the training loader of rank 1 yielded no batch in epoch 0",
+        ),
+        (
+            """
+            class Validates(Net):
+                def validation_step(self, batch, batch_idx):
+                    self.log("val", self.loss(batch), sync_dist=True)
+
+            val = None if RANK else DataLoader(samples(8), 4)
+            trainer(num_sanity_val_steps=2).fit(Validates(), DataLoader(samples(64), 4), val)
+            """,
+            "whether there is a validation differs between ranks: rank 0: True, rank 1: False",
+        ),
+        (
+            """
+            class Validates(Net):
+                def validation_step(self, batch, batch_idx):
+                    self.log("val", self.loss(batch), sync_dist=True)
+
+            val = [] if RANK else [next(iter(DataLoader(samples(8), 8)))]
+            trainer(num_sanity_val_steps=2).fit(Validates(), DataLoader(samples(64), 4), val)
+            """,
+            "which validation loaders have batches differs between ranks: "
+            "rank 0: [True], rank 1: []",
+        ),
+        (
+            """
+            class Tests(Net):
+                def test_step(self, batch, batch_idx, dataloader_idx=0):
+                    self.log("test", self.loss(batch), sync_dist=True)
+
+            batch = next(iter(DataLoader(samples(8), 8)))
+            trainer().test(Tests(), [[batch], [] if RANK else [batch]])
+            """,
+            "which test loaders have batches differs between ranks: "
+            "rank 0: [True, True], rank 1: [True, False]",
+        ),
     ],
     ids=[
         "uneven loader",
@@ -372,12 +437,39 @@ def test_oversized_post_is_refused() -> None:
         "should_stop and validation",
         "short loader and validation",
         "should_stop after an epoch",
+        "left by a hook",
+        "left by a hook at the last batch",
+        "empty loader",
+        "no validation loader",
+        "no validation loaders in a list",
+        "empty test loader",
     ],
 )
 def test_ranks_that_part_are_named_and_do_not_hang(body: str, text: str, tmp_path: Path) -> None:
     ranks = Ranks(tmp_path / "two", body, world=2)
     assert any(text in output for output in ranks.output)
     assert any(code == 1 for code in ranks.codes)
+
+
+@pytest.mark.network
+def test_all_ranks_may_leave_an_epoch_at_a_batch_that_a_slow_one_is_still_at(
+    tmp_path: Path,
+) -> None:
+    body = """
+    import time
+
+    class Leaves(Net):
+        def on_train_batch_start(self, batch, batch_idx):
+            if batch_idx == 2:
+                time.sleep(1.5 * (RANK == self.trainer.current_epoch))
+                return -1
+
+    used = trainer(max_epochs=2)
+    used.fit(Leaves(), DataLoader(samples(64), 4))
+    tell(steps=used.global_step, epochs=used.current_epoch)
+    """
+    ranks = Ranks(tmp_path / "two", body, world=2).check()
+    assert ranks.told(1) == {"steps": 4, "epochs": 2}
 
 
 @pytest.mark.network

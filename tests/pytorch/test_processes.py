@@ -249,6 +249,41 @@ def test_failure_on_this_machine_ends_the_script_with_its_code(tmp_path: Path) -
     assert ranks.codes == [7], ranks.output
 
 
+def test_ranks_with_different_seeds_share_samples_by_rank_zeros(tmp_path: Path) -> None:
+    ranks = Ranks(
+        tmp_path,
+        """
+        warnings.simplefilter("always")
+        seed_everything(5 + RANK)
+
+        class Seen(Net):
+            seen, tested = [], []
+
+            def training_step(self, batch, batch_idx):
+                self.seen += batch[1].flatten().tolist()
+                return super().training_step(batch, batch_idx)
+
+            def test_step(self, batch, batch_idx):
+                self.tested += batch[1].flatten().tolist()
+
+        with warnings.catch_warnings(record=True) as caught:
+            model = Seen()
+            used = trainer()
+            used.fit(model, DataLoader(samples(16), 2, shuffle=True))
+            used.test(model, DataLoader(samples(16), 2, shuffle=True))
+        said = [str(one.message) for one in caught if "seed" in str(one.message)]
+        tell(seen=model.seen, tested=model.tested, said=said, all=samples(16).tensors[1].tolist())
+        """,
+        2,
+    ).check()
+    told = [ranks.told(rank) for rank in (0, 1)]
+    for which in ("seen", "tested"):
+        assert sorted(told[0][which] + told[1][which]) == sorted(n for (n,) in told[0]["all"])
+    assert told[1]["said"] == []
+    assert len(told[0]["said"]) == 2
+    assert "differ between ranks (rank 0: 5, rank 1: 6)" in told[0]["said"][0]
+
+
 def test_ranks_that_read_the_same_data_are_told(tmp_path: Path) -> None:
     body = """
     class Stream(torch.utils.data.IterableDataset):

@@ -24,7 +24,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from gpulayer.pytorch import Callback, Module, Trainer
+from gpulayer.pytorch import Callback, Module, Trainer, seeding
 from gpulayer.pytorch.model_checkpoint import ModelCheckpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -378,7 +378,7 @@ class SaveAt(Callback):
 def run(folder, ckpt_path=None, callbacks=None, **arguments):
     seed_everything(1)
     if ckpt_path is not None:
-        torch.manual_seed(2)
+        seed_everything(2)  # shares and workers are seeded as they were
     model = Model()
     used = trainer(default_root_dir=folder, max_epochs=2, accumulate_grad_batches=3,
                    val_check_interval=4, enable_checkpointing=False, callbacks=callbacks,
@@ -425,6 +425,23 @@ def test_two_ranks_go_on_as_if_unbroken(tmp_path: Path) -> None:
     for number, place in enumerate(places):
         later = rows_of(ranks.path / str(number))
         assert later == whole[len(whole) - len(later) :], place
+
+
+@pytest.mark.slow
+def test_loader_workers_keep_the_seed_they_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seeding, "_seed_workers", True)
+    monkeypatch.setattr(seeding, "_seed", 1)
+    check(tmp_path, "workers", "on_train_batch_end", 4, accumulate_grad_batches=2)
+    broken = torch.load(tmp_path / "saved.ckpt")
+    assert broken["ranks"][0]["seeds"] == [1, 1]
+    monkeypatch.setattr(seeding, "_seed", 2)
+    expected, _ = unbroken("workers", (("accumulate_grad_batches", 2),))
+    found = run(
+        tmp_path / "again", "workers", ckpt_path=tmp_path / "saved.ckpt", accumulate_grad_batches=2
+    )
+    assert state(*found[:2]) == expected
 
 
 @pytest.mark.slow
