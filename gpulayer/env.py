@@ -17,9 +17,10 @@ VALUE_MAX = 128 * 1024 - 256  # bytes; Linux takes no longer "NAME=value" (MAX_A
 TOTAL_MAX = 512 * 1024  # bytes of all; they travel with a job's description, of 1 MiB
 START_DIR = Path.cwd()  # before the script can change it
 
-# Forwarded without being asked for: tuning knobs of the libraries that ranks use. Device lists
-# are the node's business, addresses and interface names belong to the machine they were set on.
-_FORWARDED = ("NCCL_*", "GLOO_*", "TORCH_*", "OMP_*", "PYTORCH_*")
+# Forwarded without being asked for: tuning knobs of the libraries that ranks use, and Lightning's
+# seed. Device lists are the node's business, addresses and interface names belong to the machine
+# they were set on.
+_FORWARDED = ("NCCL_*", "GLOO_*", "TORCH_*", "OMP_*", "PYTORCH_*", "PL_GLOBAL_SEED")
 _NEVER = ("TORCH_HOME", "TORCHELASTIC_*", "*_SOCKET_IFNAME", "*_VISIBLE_DEVICES")
 
 

@@ -73,5 +73,5 @@ def trainer(path: Path | None = None, **arguments: Any) -> Trainer:
 def rows(trained: Trainer) -> list[dict[str, float]]:
     """Read metrics.csv without its empty cells."""
     assert trained.log_dir is not None
-    with (trained.log_dir / "metrics.csv").open(newline="") as file:
+    with (Path(trained.log_dir) / "metrics.csv").open(newline="") as file:
         return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]

@@ -298,8 +298,9 @@ def test_reference_has_every_argument_of_a_callback(name: str) -> None:
     page = section("docs/pytorch/trainer.md", "Trainer")
     tables = page.split(f"| argument of `{name}` | meaning |")
     rows = first_column(tables[1].split("\n\n")[0])
-    described = inspect.signature(getattr(gpulayer.pytorch, name))
-    assert [row[0] for row in rows] == list(described.parameters)
+    described = inspect.signature(getattr(gpulayer.pytorch, name)).parameters
+    taken = [k for k, one in described.items() if one.kind is not one.VAR_KEYWORD]
+    assert [row[0] for row in rows] == taken
 
 
 def test_reference_has_every_name_of_a_job() -> None:

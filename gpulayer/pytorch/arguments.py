@@ -59,6 +59,12 @@ def at_least(name: str, value: Any, least: int) -> int:
     raise ArgumentError(f"{name} must be an int >= {least}, got {value!r}")
 
 
+def count(name: str, value: Any, least: int) -> int:
+    """Return `value` if it is a whole number, also one like 2.0, not below `least`."""
+    whole = isinstance(value, float) and value.is_integer()
+    return at_least(name, int(value) if whole else value, least)
+
+
 def restarts(value: Any) -> int:
     """Return how often a job may start again."""
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= RESTARTS_MAX:
@@ -189,26 +195,77 @@ def target(value: Any) -> str | tuple[str, ...]:
     )
 
 
+def refuse_datamodule(call: str, loaders: Any) -> None:
+    """Raise where a data module of Lightning stands for loaders."""
+    if callable(getattr(loaders, "prepare_data", None)) and hasattr(loaders, "train_dataloader"):
+        name = type(loaders).__name__
+        raise ArgumentError(
+            f"{call} takes loaders, not a {name}: there are no data modules",
+            hint="call its prepare_data() and setup(stage), then pass what its "
+            f"{_LOADERS[call]} return",
+        )
+
+
+_LOADERS = {
+    "fit": "train_dataloader() and val_dataloader()",
+    "validate": "val_dataloader()",
+    "test": "test_dataloader()",
+    "predict": "predict_dataloader()",
+}
+
+
 def plain(count: float) -> int | None:
     """Return a number of batches as JSON has it: None is unknown."""
     return None if count == float("inf") else int(count)
 
 
-# What a Lightning user may pass that this Trainer does not have, and what to do instead.
+# What a Lightning user may pass that is not taken here, by what it is passed to, and what to do
+# instead.
+_READ = "files are always read without running code from them"
 REFUSED = {
-    "nodes": "machines are num_nodes here",
-    "ckpt_path": "pass it to fit, validate, test or predict",
-    "datamodule": "pass loaders to fit, or define train_dataloader in the module",
-    "enable_model_summary": "there is no model summary",
-    "barebones": "the loop is lean as it is",
-    "detect_anomaly": "wrap fit in torch.autograd.set_detect_anomaly(True)",
-    "overfit_batches": "use limit_train_batches",
-    "plugins": "there are no plugins; use launch() with your own script",
-    "profiler": "use torch.profiler around fit",
-    "reload_dataloaders_every_n_epochs": "loaders are built once per fit",
-    "sync_batchnorm": "call torch.nn.SyncBatchNorm.convert_sync_batchnorm yourself",
-    "enable_autolog_hparams": "save_hyperparameters(logger=False) leaves a module's out of the log",
-    "model_registry": "there is no registry; pass paths",
+    "Trainer": {
+        "nodes": "machines are num_nodes here",
+        "ckpt_path": "pass it to fit, validate, test or predict",
+        "datamodule": "pass loaders to fit, or define train_dataloader in the module",
+        "enable_model_summary": "there is no model summary",
+        "barebones": "the loop is lean as it is",
+        "detect_anomaly": "wrap fit in torch.autograd.set_detect_anomaly(True)",
+        "overfit_batches": "use limit_train_batches",
+        "plugins": "there are no plugins; use launch() with your own script",
+        "profiler": "use torch.profiler around fit",
+        "reload_dataloaders_every_n_epochs": "loaders are built once per fit",
+        "sync_batchnorm": "call torch.nn.SyncBatchNorm.convert_sync_batchnorm yourself",
+        "enable_autolog_hparams": "save_hyperparameters(logger=False) leaves a module's out of the "
+        "log",
+        "model_registry": "there is no registry; pass paths",
+    },
+    "fit": {
+        "datamodule": "pass loaders, or define train_dataloader and val_dataloader in the module",
+        "weights_only": _READ,
+    },
+    "validate": {
+        "datamodule": "pass dataloaders, or define val_dataloader in the module",
+        "weights_only": _READ,
+    },
+    "test": {
+        "datamodule": "pass dataloaders, or define test_dataloader in the module",
+        "weights_only": _READ,
+    },
+    "predict": {
+        "datamodule": "pass dataloaders, or define predict_dataloader in the module",
+        "weights_only": _READ,
+    },
+    "save_checkpoint": {"storage_options": "checkpoints are files on a disk of the machine"},
+    "ModelCheckpoint": {
+        "save_on_exception": "save_final=True saves at the end, also for Ctrl-C and SIGTERM; else "
+        "call trainer.save_checkpoint in on_exception",
+    },
+    "self.log": {
+        "metric_attribute": "log the value: self.log(name, metric.compute())",
+        "sync_dist_group": "sync_dist=True reduces over all ranks",
+        "enable_graph": "logged values are detached; keep the tensor for what needs its graph",
+    },
+    "launch": {"num_nodes": "machines are nodes here"},
 }
 
 
@@ -255,11 +312,6 @@ ABSENT = {
         "CHECKPOINT_HYPER_PARAMS_NAME": 'the key is "hparams_name"',
         "CHECKPOINT_HYPER_PARAMS_TYPE": "hyperparameters are always an AttributeDict",
     },
-    "self.log": {
-        "metric_attribute": "log the value: self.log(name, metric.compute())",
-        "sync_dist_group": "sync_dist=True reduces over all ranks",
-        "enable_graph": "logged values are detached; keep the tensor for what needs its graph",
-    },
 }
 
 
@@ -269,8 +321,9 @@ def absent(kind: str, owner: str, name: str) -> AttributeError:
     return AttributeError(f"{owner!r} object has no attribute {name!r}{hint}", name=name)
 
 
-def refuse(call: str, unknown: Mapping[str, Any], table: Mapping[str, str] = REFUSED) -> None:
+def refuse(call: str, unknown: Mapping[str, Any]) -> None:
     """Raise the TypeError Python would, with a word on what to do."""
+    table = REFUSED[call]
     for name in unknown:
         hint = f" ({table[name]})" if name in table else ""
         raise TypeError(f"{call}() got an unexpected keyword argument {name!r}{hint}")

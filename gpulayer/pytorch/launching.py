@@ -81,7 +81,7 @@ def launch(
         restarts: how often the whole job may start again after a lost machine or a failed rank.
             What the ranks had written is there again; the script loads it.
     """
-    arguments.refuse("launch", unknown, {"num_nodes": "machines are nodes here"})
+    arguments.refuse("launch", unknown)
     place = rank_env()
     if place is not None:
         if nodes > 1 and place.job is not None and place.world_size == 1:

@@ -223,7 +223,7 @@ class FitLoop:
             raise RuntimeError(
                 f"the training loader{rank} yielded no batch in epoch {epoch}: "
                 "each epoch iterates over the loader anew, and an iterator or generator gives its "
-                "batches once only; pass a DataLoader, a list or an object with __iter__"
+                "batches once only; pass a DataLoader, or an object whose __iter__ begins anew"
             )
         self._meet()
         self._complete = complete

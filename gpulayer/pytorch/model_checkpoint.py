@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from gpulayer.env import rank_env
+from gpulayer.pytorch import arguments
 from gpulayer.pytorch.arguments import ArgumentError
 from gpulayer.pytorch.cadence import Cadence
 from gpulayer.pytorch.callback import Checkpoint
@@ -76,6 +77,7 @@ class ModelCheckpoint(Checkpoint):
         verbose: bool = False,
         save_last: bool | Literal["link"] | None = None,
         save_top_k: int = 1,
+        *,
         save_weights_only: bool = False,
         mode: str = "min",
         auto_insert_metric_name: bool = True,
@@ -85,7 +87,9 @@ class ModelCheckpoint(Checkpoint):
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
         save_final: bool | None = None,
+        **unknown: Any,
     ) -> None:
+        arguments.refuse("ModelCheckpoint", unknown)
         if mode not in ("min", "max"):
             raise ArgumentError(f'mode of a ModelCheckpoint is "min" or "max", not {mode!r}')
         self._given = None if not dirpath else os.path.realpath(os.path.expanduser(dirpath))
@@ -451,7 +455,11 @@ class ModelCheckpoint(Checkpoint):
     # -- names -------------------------------------------------------------------------------
 
     def format_checkpoint_name(
-        self, metrics: dict[str, Any], filename: str | None = None, ver: int | None = None
+        self,
+        metrics: dict[str, Any],
+        filename: str | None = None,
+        ver: int | None = None,
+        prefix: str | None = None,
     ) -> str:
         """Return the path that a template becomes with these values."""
         template = filename or self.filename
@@ -467,6 +475,8 @@ class ModelCheckpoint(Checkpoint):
             template = template.replace(field, f"{{0[{name}]")
             values.setdefault(name, torch.tensor(0))
         text = template.format(values)
+        if prefix is not None:
+            text = f"{prefix}{self.CHECKPOINT_JOIN_CHAR}{text}"
         if ver is not None:
             text = f"{text}{self.CHECKPOINT_JOIN_CHAR}v{ver}"
         text += self.FILE_EXTENSION
@@ -499,12 +509,12 @@ class ModelCheckpoint(Checkpoint):
         """Return where files go by default; makes the log directory, on rank 0 only."""
         if self.dirpath is not None:
             return Path(self.dirpath)
-        return (trainer._version_dir() or trainer.default_root_dir).absolute() / "checkpoints"
+        return (trainer._version_dir() or trainer._root()).absolute() / "checkpoints"
 
     def last_checkpoints(self, trainer: Trainer) -> list[Path]:
         folder = Path(self.dirpath) if self.dirpath else None
         if folder is None:
-            folder = (trainer.log_dir or trainer.default_root_dir) / "checkpoints"
+            folder = (trainer._logs_at() or trainer._root()) / "checkpoints"
         begins = re.compile(rf"^{self.CHECKPOINT_NAME_LAST}(-(\d+))?")
         return [
             path

@@ -171,6 +171,7 @@ class Module(nn.Module):
         on_step: bool | None = None,
         on_epoch: bool | None = None,
         reduce_fx: str | Callable[..., Any] = "mean",
+        *,
         sync_dist: bool = False,
         add_dataloader_idx: bool = True,
         batch_size: int | None = None,
@@ -192,7 +193,7 @@ class Module(nn.Module):
             rank_zero_only: only rank 0 calls this; never synchronised.
         """
         if unknown:
-            arguments.refuse("self.log", unknown, arguments.ABSENT["self.log"])
+            arguments.refuse("self.log", unknown)
         trainer = self._trainer
         if trainer is None:
             return  # steps can be tried without a trainer
@@ -201,10 +202,28 @@ class Module(nn.Module):
             add_dataloader_idx, batch_size, rank_zero_only,
         )  # fmt: skip
 
-    def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
+    def log_dict(
+        self,
+        dictionary: Mapping[str, Any],
+        prog_bar: bool = False,
+        logger: bool | None = True,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        *,
+        sync_dist: bool = False,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        rank_zero_only: bool = False,
+        **unknown: Any,
+    ) -> None:
         """Record several scalars with the same options as `log`."""
         for name, value in dictionary.items():
-            self.log(name, value, **options)
+            self.log(
+                name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist=sync_dist,
+                add_dataloader_idx=add_dataloader_idx, batch_size=batch_size,
+                rank_zero_only=rank_zero_only, **unknown,
+            )  # fmt: skip
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print on rank 0 only."""

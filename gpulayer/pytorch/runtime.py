@@ -278,13 +278,9 @@ class Runtime:
             found.append(received.cpu().numpy().tobytes())
         return found
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return what every rank has, in rank order, on all ranks; it must be plain data."""
-        return [json.loads(text) for text in self.gather_text(json.dumps(value))]
-
     def agree(self, what: str, value: Any) -> None:
         """Raise on all ranks where a value that must be equal is not."""
-        agreed(what, self.gather(value))
+        agreed(what, gathered(self, value))
 
     def store(self, name: str) -> Any:
         """Return a new `torch.distributed.Store` that all ranks share; None for a single rank.
@@ -320,6 +316,11 @@ class Runtime:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def gathered(runtime: Runtime, value: Any) -> list[Any]:
+    """Return what every rank has, in rank order, on all ranks; it must be plain data."""
+    return [json.loads(text) for text in runtime.gather_text(json.dumps(value))]
 
 
 def agreed(what: str, everyone: list[Any]) -> None:

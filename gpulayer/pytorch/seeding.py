@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import warnings
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -18,23 +19,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpulayer import env as environment
+from gpulayer.pytorch.arguments import ArgumentError
+
 # What `seed_everything` was called with: samplers use it, 0 without (as Lightning does).
 _seed: int | None = None
 _seed_workers = False
 
+_VARIABLE = "PL_GLOBAL_SEED"  # Lightning's
 _NUMPY_SEEDS = 2**32  # numpy takes seeds below this
 
 
-def seed_everything(seed: int, workers: bool = False) -> int:
+def seed_everything(
+    seed: int | str | None = None, workers: bool = False, verbose: bool = True
+) -> int:
     """Seed torch, numpy and `random`; returns the seed.
 
     Args:
+        seed: a number, also as text; default: the one before, else that of `PL_GLOBAL_SEED`, else 0
+            with a warning.
+        verbose: warn of a seed that was found nowhere.
         workers: derive the seeds of DataLoader workers from this seed, the rank and the worker's
             number instead of from the loader's own draw.
     """
-    if not 0 <= seed < _NUMPY_SEEDS:
-        raise ValueError(f"seed must be in 0..{_NUMPY_SEEDS - 1}, got {seed}")
     global _seed, _seed_workers
+    if seed is None:
+        seed = _given()
+        if (
+            seed is None
+            and verbose
+            and ((place := environment.rank_env()) is None or not place.rank)
+        ):
+            warnings.warn("no seed was given or found in PL_GLOBAL_SEED: it is 0", stacklevel=2)
+    seed = _number("seed", 0 if seed is None else seed)
     _seed, _seed_workers = seed, workers
     import numpy as np  # also where nobody has yet: who draws from it later wants this seed
 
@@ -44,9 +61,29 @@ def seed_everything(seed: int, workers: bool = False) -> int:
     return seed
 
 
+def _given() -> int | None:
+    """Return the seed that this process was given last."""
+    if _seed is not None:
+        return _seed
+    text = environment.copied_env().get(_VARIABLE)
+    return None if text is None else _number(_VARIABLE, text)
+
+
+def _number(name: str, value: Any) -> int:
+    try:
+        found = int(value)
+    except (ValueError, OverflowError):  # other texts, NaN, infinity
+        found = -1
+    except TypeError:
+        raise TypeError(f"{name} must be a number, got {value!r}") from None
+    if 0 <= found < _NUMPY_SEEDS:
+        return found
+    raise ArgumentError(f"{name} must be a whole number in 0..{_NUMPY_SEEDS - 1}, got {value!r}")
+
+
 def sampler_seed() -> int:
     """Return the seed that distributed samplers share."""
-    return _seed or 0
+    return _given() or 0
 
 
 def diverge(rank: int) -> None:

@@ -18,7 +18,7 @@ from gpulayer.pytorch.hooks import Hooks
 from gpulayer.pytorch.loop import FitLoop, fit_batches
 from gpulayer.pytorch.module import Module, explain, overridden
 from gpulayer.pytorch.prediction import Prediction
-from gpulayer.pytorch.runtime import Runtime, agreed, by_rank
+from gpulayer.pytorch.runtime import Runtime, agreed, by_rank, gathered
 from gpulayer.pytorch.stopping import Signals
 from gpulayer.pytorch.strategy import Replicated, Strategy
 from gpulayer.pytorch.timer import Timer
@@ -251,7 +251,7 @@ def _load(
     source = ckpt_path if goes_on is None else str(goes_on)
     found = None if source is None else read(source)
     point = found and [found.get("epoch"), found.get("global_step")]
-    everyone = trainer.runtime.gather([point, validates, seeding.sampler_seed()])
+    everyone = gathered(trainer.runtime, [point, validates, seeding.sampler_seed()])
     points, validations, seeds = (list(column) for column in zip(*everyone, strict=True))
     agreed("the epoch and step of the checkpoint", points)
     agreed("whether there is a validation", validations)
@@ -330,6 +330,10 @@ def _prepare(
         custom_stepping=overridden(model, "lr_scheduler_step"),
         several=not model.automatic_optimization,
     )
+    given, stepped = _has_validation(model, val)
+    if stepped != given:
+        absent = "no validation loader" if stepped else "no validation_step"
+        warnings.warn(f"there is {absent}: validation is skipped", stacklevel=5)
     if not validates:
         return None, strategy
     return Evaluation(trainer, model, "fit", _source(model, "val_dataloader", val)), strategy
@@ -337,12 +341,14 @@ def _prepare(
 
 def _validates(trainer: Trainer, model: Module, val: data.Loaders | None) -> bool:
     """Return whether a fit has a validation."""
-    given = val is not None or overridden(model, "val_dataloader")
-    stepped = overridden(model, "validation_step")
-    if stepped != given:
-        absent = "no validation loader" if stepped else "no validation_step"
-        warnings.warn(f"there is {absent}: validation is skipped", stacklevel=5)
+    given, stepped = _has_validation(model, val)
     return given and stepped and trainer.limit_val_batches != 0
+
+
+def _has_validation(model: Module, val: data.Loaders | None) -> tuple[bool, bool]:
+    """Return whether there are loaders for it, and a step."""
+    given = val is not None or overridden(model, "val_dataloader")
+    return given, overridden(model, "validation_step")
 
 
 def _strategy(trainer: Trainer, model: Module) -> Strategy:

@@ -126,9 +126,9 @@ class Trainer:
         limit_predict_batches: float | None = None,
         val_check_interval: float | str | timedelta | dict[str, Any] | None = None,
         check_val_every_n_epoch: int | None = 1,
-        num_sanity_val_steps: int = 2,
+        num_sanity_val_steps: int | None = None,
         fast_dev_run: int | bool = False,
-        log_every_n_steps: int = 50,
+        log_every_n_steps: int | None = None,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
@@ -160,15 +160,13 @@ class Trainer:
         self._wait_s = None if wait_s is None else arguments.seconds("wait_s", wait_s)
         self._restarts = arguments.restarts(restarts)
         self.max_epochs = (
-            None if max_epochs is None else arguments.at_least("max_epochs", max_epochs, -1)
+            None if max_epochs is None else arguments.count("max_epochs", max_epochs, -1)
         )
         self.min_epochs = (
-            None if min_epochs is None else arguments.at_least("min_epochs", min_epochs, 0)
+            None if min_epochs is None else arguments.count("min_epochs", min_epochs, 0)
         )
-        self.max_steps = arguments.at_least("max_steps", max_steps, -1)
-        self.min_steps = (
-            None if min_steps is None else arguments.at_least("min_steps", min_steps, 0)
-        )
+        self.max_steps = arguments.count("max_steps", max_steps, -1)
+        self.min_steps = None if min_steps is None else arguments.count("min_steps", min_steps, 0)
         self.limit_train_batches = arguments.limit("limit_train_batches", limit_train_batches)
         self.limit_val_batches = arguments.limit("limit_val_batches", limit_val_batches)
         self.limit_test_batches = arguments.limit("limit_test_batches", limit_test_batches)
@@ -176,10 +174,12 @@ class Trainer:
         self.val_check_interval, self.check_val_every_n_epoch = arguments.val_interval(
             val_check_interval, check_val_every_n_epoch
         )
-        sanity = arguments.at_least("num_sanity_val_steps", num_sanity_val_steps, -1)
+        sanity = 2 if num_sanity_val_steps is None else num_sanity_val_steps
+        sanity = arguments.count("num_sanity_val_steps", sanity, -1)
         self.num_sanity_val_steps = float("inf") if sanity == -1 else sanity
-        self.log_every_n_steps = arguments.at_least("log_every_n_steps", log_every_n_steps, 0)
-        self.accumulate_grad_batches = arguments.at_least(
+        every = 50 if log_every_n_steps is None else log_every_n_steps
+        self.log_every_n_steps = arguments.count("log_every_n_steps", every, 0)
+        self.accumulate_grad_batches = arguments.count(
             "accumulate_grad_batches", accumulate_grad_batches, 1
         )
         self.gradient_clip_val = gradient_clip_val
@@ -212,7 +212,7 @@ class Trainer:
             self.max_steps, self.max_epochs, self.num_sanity_val_steps = batches, 1, 0
             self.val_check_interval, self.check_val_every_n_epoch = 1.0, 1
             self._logs = False
-        self._root_dir = None if default_root_dir is None else Path(default_root_dir)
+        self._root_dir = None if default_root_dir is None else Path(default_root_dir).expanduser()
         self._file: MetricsFile | None = None
         self._log_dir: Path | None = None
         self._folders: list[Path] = []  # of the rank whose result was taken over
@@ -267,6 +267,7 @@ class Trainer:
         val_dataloaders: data.Loaders | None = None,
         *,
         ckpt_path: str | Path | None = None,
+        **unknown: Any,
     ) -> None:
         """Train `model`; afterwards it holds the weights, wherever they were trained.
 
@@ -281,6 +282,8 @@ class Trainer:
         Raises:
             SystemExit: the training ran elsewhere and failed; with its exit code.
         """
+        arguments.refuse("fit", unknown)
+        arguments.refuse_datamodule("fit", train_dataloaders)
         model = self._checked("fit", model)
         stages.check_fit(model)
         calls.run(
@@ -297,8 +300,8 @@ class Trainer:
         model: Module | None = None,
         dataloaders: data.Loaders | None = None,
         ckpt_path: str | Path | None = None,
-        *,
         verbose: bool = True,
+        **unknown: Any,
     ) -> Outputs:
         """Run `validation_step` over loaders; returns a dict of epoch values for each of them.
 
@@ -309,6 +312,7 @@ class Trainer:
                 a model, the weights as they are with one.
             verbose: print the values.
         """
+        arguments.refuse("validate", unknown)
         return self._evaluate("validate", model, dataloaders, ckpt_path, verbose)
 
     def test(
@@ -316,10 +320,11 @@ class Trainer:
         model: Module | None = None,
         dataloaders: data.Loaders | None = None,
         ckpt_path: str | Path | None = None,
-        *,
         verbose: bool = True,
+        **unknown: Any,
     ) -> Outputs:
         """Run `test_step` over loaders; otherwise as `validate`."""
+        arguments.refuse("test", unknown)
         return self._evaluate("test", model, dataloaders, ckpt_path, verbose)
 
     def _evaluate(
@@ -330,6 +335,7 @@ class Trainer:
         ckpt_path: str | Path | None,
         verbose: bool,
     ) -> Outputs:
+        arguments.refuse_datamodule(stage, loaders)
         module, given = self._checked(stage, model), model is not None
         found: Outputs = calls.run(
             self,
@@ -343,9 +349,10 @@ class Trainer:
         self,
         model: Module | None = None,
         dataloaders: data.Loaders | None = None,
-        ckpt_path: str | Path | None = None,
         *,
         return_predictions: bool = True,
+        ckpt_path: str | Path | None = None,
+        **unknown: Any,
     ) -> list[Any] | None:
         """Return what `predict_step` returned for each batch, on the CPU.
 
@@ -356,9 +363,11 @@ class Trainer:
         Args:
             model: default: the one of the call before.
             dataloaders: default: the module's `predict_dataloader`.
-            ckpt_path: as for `validate`.
             return_predictions: False returns None and keeps nothing.
+            ckpt_path: as for `validate`.
         """
+        arguments.refuse("predict", unknown)
+        arguments.refuse_datamodule("predict", dataloaders)
         module, given = self._checked("predict", model), model is not None
         found: list[list[Any]] | None = calls.run(
             self,
@@ -376,12 +385,15 @@ class Trainer:
         )
         return found[0] if found is not None and len(found) == 1 else found
 
-    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False) -> None:
+    def save_checkpoint(
+        self, filepath: str | Path, weights_only: bool = False, **unknown: Any
+    ) -> None:
         """Write a checkpoint; every rank must call this, rank 0 writes.
 
         Args:
             weights_only: leave out what only resuming needs.
         """
+        arguments.refuse("save_checkpoint", unknown)
         checkpoints.save(self, filepath, weights_only)
 
     def _checked(self, call: str, model: Module | None) -> Module:
@@ -412,11 +424,23 @@ class Trainer:
 
     def _open_log(self) -> None:
         if self.is_global_zero and self._logs and self._file is None:
-            self._file = MetricsFile(self.default_root_dir / _LOGS, again.log_folder)
+            self._file = MetricsFile(self._root() / _LOGS, again.log_folder)
 
     def _flush(self) -> None:
         if self._file is not None:
             self._file.flush()
+
+    def _root(self) -> Path:
+        if self._root_dir is not None:
+            return self._root_dir
+        place = environment.rank_env()
+        return (place.output_dir if place else None) or Path.cwd()
+
+    def _logs_at(self) -> Path | None:
+        """Return the log directory, if there is one already."""
+        if self._file is not None and self._file.started:
+            return self._file.directory
+        return self._log_dir
 
     # -- what a call that ran elsewhere leaves -----------------------------------------------
 
@@ -425,8 +449,9 @@ class Trainer:
 
     def _counters(self) -> dict[str, Any]:
         # Relative to where it comes home to: a root the user gave lies in the working folder.
-        output = self.default_root_dir if self._root_dir is None else environment.START_DIR
-        log_dir = None if self.log_dir is None else environment.START_DIR / self.log_dir
+        output = self._root() if self._root_dir is None else environment.START_DIR
+        found = self._logs_at()
+        log_dir = None if found is None else environment.START_DIR / found
         inside = log_dir is not None and log_dir.is_relative_to(output)
         return {
             "global_step": self._global_step,
@@ -788,18 +813,20 @@ class Trainer:
         return steps if self.max_steps == -1 else min(steps, self.max_steps)
 
     @property
-    def default_root_dir(self) -> Path:
-        if self._root_dir is not None:
-            return self._root_dir
-        place = environment.rank_env()
-        return (place.output_dir if place else None) or Path.cwd()
+    def default_root_dir(self) -> str:
+        """Where log directories are made."""
+        return str(self._root())
 
     @property
-    def log_dir(self) -> Path | None:
-        """The directory of metrics.csv; None before anything was logged, and on other ranks."""
-        if self._file is not None and self._file.started:
-            return self._file.directory
-        return self._log_dir
+    def log_dir(self) -> str | None:
+        """The directory of metrics.csv; None before anything was logged, and on other ranks.
+
+        Without a log it is `default_root_dir`.
+        """
+        if not self._logger:
+            return self.default_root_dir
+        found = self._logs_at()
+        return None if found is None else str(found)
 
     @property
     def global_rank(self) -> int:

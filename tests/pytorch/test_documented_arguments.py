@@ -199,7 +199,7 @@ def test_working_directory_is_the_default_root_dir(
     monkeypatch.chdir(tmp_path)
     used = trainer(logger=True, default_root_dir=None)
     used.fit(Validated(), loader(2), loader(1))
-    assert used.log_dir == tmp_path / "gpulayer_logs" / "version_0"
+    assert used.log_dir == str(tmp_path / "gpulayer_logs" / "version_0")
 
 
 def test_progress_is_printed_unless_switched_off(capsys: pytest.CaptureFixture[str]) -> None:

@@ -550,10 +550,10 @@ def test_rows_of_metrics_csv_use_the_count_of_stepping_batches(tmp_path: Path) -
         {"epoch": 0, "step": 2, "x_epoch": 4},
         {"epoch": 1, "step": 3, "x_step": 3},
     ]
-    assert trained.log_dir == tmp_path / "gpulayer_logs" / "version_0"
+    assert trained.log_dir == str(tmp_path / "gpulayer_logs" / "version_0")
     again = trainer(tmp_path)
     again.fit(Model(), loader(1), loader(1))
-    assert again.log_dir == tmp_path / "gpulayer_logs" / "version_1"
+    assert again.log_dir == str(tmp_path / "gpulayer_logs" / "version_1")
 
 
 def test_log_every_n_steps_counts_from_one(tmp_path: Path) -> None:

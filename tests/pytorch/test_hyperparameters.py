@@ -211,9 +211,9 @@ def test_other_options_of_lightning_are_refused(tmp_path: Path) -> None:
 # -- in the log -----------------------------------------------------------------------------------
 
 
-def written(path: Path) -> Any:
+def written(path: str | Path) -> Any:
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
-    return yaml.safe_load((path / "hparams.yaml").read_text(encoding="utf-8"))
+    return yaml.safe_load((Path(path) / "hparams.yaml").read_text(encoding="utf-8"))
 
 
 def test_file_is_written_beside_the_metrics_when_a_fit_starts(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_file_is_written_beside_the_metrics_when_a_fit_starts(tmp_path: Path) ->
     model, made = Looks(3, "x"), trainer(tmp_path)
     made.fit(model, loader(2))
     assert model.found == {"width": 3, "act": "x"}
-    assert made.log_dir == tmp_path / "gpulayer_logs" / "version_0"
+    assert made.log_dir == str(tmp_path / "gpulayer_logs" / "version_0")
     assert written(made.log_dir) == {"width": 3, "act": "x"}
 
 

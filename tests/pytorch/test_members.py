@@ -129,13 +129,6 @@ def test_absent_member_of_module_gets_a_note_in_a_hook() -> None:
     assert not hasattr(caught.value, "__notes__")
 
 
-@pytest.mark.parametrize("name", ABSENT["self.log"])
-def test_absent_argument_of_log_says_what_to_do(name: str) -> None:
-    with pytest.raises(TypeError, match=name) as caught:
-        OneWeight().log("v", 1.0, **{name: None})
-    assert ABSENT["self.log"][name] in str(caught.value)
-
-
 # -- the same as Lightning's ---------------------------------------------------------------------
 
 
@@ -443,6 +436,9 @@ def test_secrets_are_named_and_not_shown(value: Any) -> None:
         {"enable_progress_bar": None}, {"enable_checkpointing": None}, {"inference_mode": 0},
         {"inference_mode": 1}, {"use_distributed_sampler": 1}, {"min_epochs": 0}, {"min_steps": 0},
         {"min_epochs": None}, {"devices": -1}, {"limit_val_batches": 2.0},
+        {"num_sanity_val_steps": None}, {"num_sanity_val_steps": 1.0}, {"log_every_n_steps": None},
+        {"log_every_n_steps": 5.0}, {"accumulate_grad_batches": 2.0}, {"max_epochs": 2.0},
+        {"max_steps": 2.0}, {"min_epochs": 1.0}, {"min_steps": 1.0},
     ],
     ids=str,
 )  # fmt: skip
@@ -454,6 +450,13 @@ def test_what_lightning_takes_is_taken(
             warnings.simplefilter("ignore")
             theirs(**arguments)
     trainer(**arguments)
+
+
+@pytest.mark.parametrize("root", [None, ".", "~/x", "a/b", Path("a")], ids=str)
+def test_directories_are_texts_as_lightning_s(root: Any, lightning: Any) -> None:
+    one, other = (quiet(make, default_root_dir=root) for make in (lightning.Trainer, Trainer))
+    assert (other.default_root_dir, other.log_dir) == (one.default_root_dir, one.log_dir)
+    assert type(other.default_root_dir) is type(other.log_dir) is str
 
 
 def test_devices_minus_1_is_auto() -> None:

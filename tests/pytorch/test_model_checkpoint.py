@@ -187,7 +187,7 @@ def test_default_checkpoint_lies_beside_metrics(tmp_path: Path) -> None:
     made = trainer(tmp_path, max_epochs=2)
     made.fit(OneWeight(), loader(3))
     assert made.log_dir is not None
-    folder = made.log_dir / "checkpoints"
+    folder = Path(made.log_dir) / "checkpoints"
     assert [path.name for path in folder.iterdir()] == ["epoch=1-step=6.ckpt"]
     assert made.checkpoint_callback is not None
     assert getattr(made.checkpoint_callback, "best_model_path") == str(  # noqa: B009

@@ -183,8 +183,8 @@ def test_only_the_call_in_question_runs_and_the_rest_of_the_script_runs_once(
         for before in ((0,), (0, 1))
     ]
     assert [r["call"] for r in machine.requests] == [1, 2]
-    assert there.log_dir == tmp_path / "job2" / "gpulayer_logs" / "version_0"
-    assert (there.log_dir / "metrics.csv").is_file()
+    assert there.log_dir == str(tmp_path / "job2" / "gpulayer_logs" / "version_0")
+    assert (Path(there.log_dir) / "metrics.csv").is_file()
     assert model.trainer is there
 
 

@@ -194,7 +194,7 @@ used = trainer(callbacks=kept, **ARGUMENTS)
 used.fit(model, DataLoader(samples(8), 2))
 again = Made.load_from_checkpoint(kept.best_model_path)
 tell(hparams=model.hparams, again=again.hparams, kind=type(again.extra.weight).__name__,
-     text="" if used.log_dir is None else (used.log_dir / "hparams.yaml").read_text())
+     text="" if used.log_dir is None else open(f"{used.log_dir}/hparams.yaml").read())
 """
 
 
