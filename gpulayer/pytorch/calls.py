@@ -9,12 +9,14 @@ runs (`launching`).
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpulayer_mesh.core import ownfiles
+from torch import nn
 
 from gpulayer import env as environment
 from gpulayer.pytorch import checkpoints, ending, launching, precision, prediction, results
@@ -70,7 +72,12 @@ def run(
     try:
         results.check_recordable(model)
         sent = replay / f"{index}.ckpt"
-        returned = here(str(sent) if sent.is_file() else None)
+        try:
+            returned = here(str(sent) if sent.is_file() else None)
+        except BaseException:
+            if place.rank == 0 and place.output_dir is not None and trainer._stopped():
+                _leave(trainer, place.output_dir / ownfiles.FOLDER / f"{index}.stopped")
+            raise
         if place.output_dir is not None:
             folder = place.output_dir / ownfiles.FOLDER / str(index)
             if place.rank == 0:
@@ -105,7 +112,13 @@ def _elsewhere(
             checkpoints.load(checkpoint)  # a fault in it should show before the ranks start
             files[f"{results.REPLAY}/{index}.ckpt"] = Path(checkpoint).resolve()
         outcome = _job(trainer, index, choice, files)
-    assert outcome.output_dir is not None
+    if outcome.code != 0:
+        if outcome.output_dir is not None:
+            _take_what_is_left(trainer, index, model, outcome.output_dir)
+        trainer.interrupted = True
+        raise SystemExit(outcome.code)  # the job's last words are on the screen
+    if outcome.output_dir is None:
+        raise RuntimeError(f"job {outcome.job} brought no files back")
     inside = Path(ownfiles.FOLDER) / str(index)
     found = outcome.output_dir / inside
     returned = _adopt(trainer, model, found)
@@ -126,7 +139,7 @@ def _job(
 ) -> JobOutcome:
     from gpulayer_mesh.core.jobspec import JobKind
 
-    outcome = launching.run(
+    return launching.run(
         choice,
         kind=JobKind.DISTRIBUTED,
         nodes=trainer.num_nodes,
@@ -141,12 +154,33 @@ def _job(
         call=index,
         extra_files=files,
     )
-    if outcome.code != 0:
-        trainer.interrupted = True
-        raise SystemExit(outcome.code)  # the job's last words are on the screen
-    if outcome.output_dir is None:
-        raise RuntimeError(f"job {outcome.job} brought no files back")
-    return outcome
+
+
+def _leave(trainer: Trainer, folder: Path) -> None:
+    """Write what a fit came to that a signal ended; its weights are in a checkpoint."""
+    with contextlib.suppress(OSError):  # its own end is what is to be told
+        results.write(results.capture(trainer, nn.Module()), folder)
+
+
+def _take_what_is_left(trainer: Trainer, index: int, model: Module, came: Path) -> None:
+    """Take over what `_leave` wrote, and say where the fit goes on."""
+    from gpulayer.ui import Ui
+
+    folder = came / ownfiles.FOLDER / f"{index}.stopped"
+    if not (folder / results.DOCUMENT).is_file():
+        return
+    trainer._attach(model)
+    model.configure_model()
+    results.restore(results.read(folder), trainer, nn.Module())
+    trainer._came_home(came)
+    path = trainer._state_at
+    if path is None or not Path(path).is_file():
+        return
+    model.load_state_dict(checkpoints.load(path)["state_dict"])
+    Ui().note(
+        f"stopped in epoch {trainer.current_epoch}, after step {trainer.global_step}"
+        + trainer._goes_on(path)
+    )
 
 
 def _adopt(trainer: Trainer, model: Module, folder: Path) -> Any:

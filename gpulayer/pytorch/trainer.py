@@ -241,6 +241,7 @@ class Trainer:
         self._call = 0  # the index in the script of the call that runs, or ran last
         self._again: again.FitAgain | None = None  # while a fit runs whose job may start again
         self._loop: FitLoop | None = None  # of the fit that runs, or ran last
+        self._state_at: str | None = None  # the file with the state at the end of the last fit
         self._ran_elsewhere = False  # the last fit: its optimizers are not here
         self.ckpt_path: str | None = None  # what the call that runs, or ran last, loaded
         self._num_training_batches: float = float("inf")
@@ -467,6 +468,7 @@ class Trainer:
             },
             "world_size": self.world_size,
             "log_dir": str(log_dir.relative_to(output)) if log_dir and inside else None,
+            "state_at": self._state_at,
             "folders": [str(self.runtime.output_dir), str(environment.START_DIR)],
         }
 
@@ -495,6 +497,7 @@ class Trainer:
         self._num_training_batches = float("inf") if batches is None else batches
         self._log_dir = Path(counters["log_dir"]) if counters["log_dir"] else None
         self._folders = [Path(one) for one in counters.get("folders", ())]
+        self._state_at = counters.get("state_at")
         self._metrics.forget()
         self._metrics.callback.update(callback)
         self._metrics.logged.update(logged)
@@ -515,6 +518,11 @@ class Trainer:
         for one in self.checkpoint_callbacks:
             for there, here in _moves:
                 one.moved(there, here)
+        if self._state_at is not None:
+            for there, here in _moves:
+                if Path(self._state_at).is_relative_to(there):
+                    came = here / Path(self._state_at).relative_to(there)
+                    self._state_at = str(came) if came.exists() else self._state_at
 
     # -- what the loops tell -----------------------------------------------------------------
 
@@ -554,10 +562,22 @@ class Trainer:
         if self._again is not None:
             self._again.commit(self)
             self._again.saving_end = False
+        self._state_at = path
         self._flush()
-        if self._loop is not None and self._loop.interrupted and self.is_global_zero:
-            then = f"; fit(ckpt_path={self._shown(path)!r}) goes on" if path else ""
+        if self._stopped() and self.is_global_zero:
+            then = ""
+            if path and calls.in_job_of_a_call():  # who reads this does not know the job's folders
+                then = f"; its state is in {self._shown(path)} of the job's files"
+            elif path:
+                then = self._goes_on(path)
             self._say(f"stopped in epoch {self.current_epoch}, after step {self.global_step}{then}")
+
+    def _stopped(self) -> bool:
+        """Return whether a signal ended the fit, and all of it was saved."""
+        return self._loop is not None and self._loop.interrupted
+
+    def _goes_on(self, path: str) -> str:
+        return f"; fit(ckpt_path={self._shown(path)!r}) goes on"
 
     def _shown(self, path: str) -> str:
         """Return a path as the user knows it: below the job's output, or the working directory."""

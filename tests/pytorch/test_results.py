@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from one_weight import OneWeight, Validated, loader, trainer
 
 from gpulayer import launcher
 from gpulayer.launcher import JobOutcome
-from gpulayer.pytorch import Trainer, results
+from gpulayer.pytorch import Callback, Trainer, results
 from gpulayer.pytorch.arguments import ArgumentError
 from gpulayer.pytorch.model_checkpoint import ModelCheckpoint
 
@@ -132,9 +134,11 @@ class Elsewhere:
             patch.setattr("gpulayer.env.START_DIR", work)
             patch.setattr(results, "_indices", itertools.count())
             patch.setattr(results, "_made", {})
-            with pytest.raises(SystemExit) as caught:
+            with pytest.raises((SystemExit, KeyboardInterrupt)) as caught:
                 self.script()
-            assert caught.value.code == 0
+        if isinstance(caught.value, KeyboardInterrupt):
+            return JobOutcome("job", 130, home)
+        assert caught.value.code == 0
         return JobOutcome("job", 0, home)
 
 
@@ -280,3 +284,53 @@ def test_checkpoints_come_home_and_go_to_the_ranks_of_later_calls(
     ]  # fmt: skip
     assert all(Path(path).is_file() for path in found["later"])
     assert len(found["later"]) == 4
+
+
+@pytest.mark.parametrize("root", ["", "given"])
+def test_a_fit_that_a_signal_ended_elsewhere_leaves_its_place_and_says_where_it_goes_on(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Counts(Callback):
+        seen = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": self.seen}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.seen = state_dict["seen"]
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.seen += 1
+            if self.seen == 5:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    made: list[Trainer] = []
+    models: list[Validated] = []
+
+    def script() -> None:
+        used = trainer(
+            target="mesh", logger=True, enable_checkpointing=True, callbacks=Counts(), max_epochs=3,
+            default_root_dir=root or None,
+        )  # fmt: skip
+        made.append(used)
+        models.append(Validated())
+        used.fit(models[-1], loader(3), loader(3))
+
+    machine = Elsewhere(script, tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        script()
+    assert caught.value.code == 130
+    used = made[0]
+    assert models[0].weight.item() == -9.0  # of samples 1, 2, 3, 1, 2
+    assert (used.global_step, used.current_epoch, used.interrupted) == (5, 1, True)
+    assert [one.seen for one in used.callbacks if isinstance(one, Counts)] == [5]
+    assert float(used.callback_metrics["mean"]) == 2.0
+    path = Path(getattr(used.checkpoint_callback, "final_model_path"))  # noqa: B009
+    assert path.is_file()
+    assert root or path.is_relative_to(tmp_path / "job1")
+    said = capsys.readouterr()
+    last = (said.out + said.err).splitlines()[-1]
+    assert f"fit(ckpt_path={str(path.relative_to(tmp_path))!r}) goes on" in last, said
+    used.save_checkpoint(tmp_path / "here.ckpt", weights_only=True)
+    assert len(machine.requests) == 1
