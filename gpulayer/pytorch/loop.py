@@ -364,8 +364,9 @@ class FitLoop:
             and (done is Place.VALIDATION or self._validation_due())
         ):
             self._validate()
-        if self._stepping and not self._short():
-            if self._step_plateaus:
+        if self._stepping:
+            # In an epoch that ended early unseen they stepped before its validation.
+            if self._step_plateaus and (self.reads_ahead or not self._short()):
                 self._step_scheduler_list(self._step_plateaus, self._batch_idx + 1)
             trainer._batches_that_stepped += 1
         trainer._progress_step(self._batch_idx + 1, self.num_batches, self._loss)
@@ -441,7 +442,9 @@ class FitLoop:
         self.is_last = True
         self._step_by_epoch(plateau=False)
         if self.evaluation is not None and self._validation_due():
+            self.trainer._batches_that_stepped -= self._stepping  # rows have the last batch's step
             self._validate()
+            self.trainer._batches_that_stepped += self._stepping
         return True
 
     # -- all ranks together ------------------------------------------------------------------

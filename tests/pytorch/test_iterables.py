@@ -6,6 +6,7 @@ compared with Lightning 2.6.6, where it is installed, and resumed fits with unbr
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,75 @@ def test_loader_that_ends_before_a_limit_ends_its_epoch_without_a_word(
         assert trainer.global_step == 2 * -(-7 // window)
         assert sum(one[0] == "validate" for one in trace) == 2 + 2 * 2
     assert not [str(one.message) for one in recwarn if "announced" in str(one.message)]
+
+
+class Liar(Plain):
+    def __len__(self) -> int:
+        return self.drawn.count + 2
+
+
+ENDS_EARLY: list[Any] = [
+    (unsized, {"limit_train_batches": 100}),
+    (unsized, {"limit_train_batches": 100, "accumulate_grad_batches": 2}),
+    (unsized, {"limit_train_batches": 100, "accumulate_grad_batches": 3}),
+    (Liar, {}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:the training loader announced")
+@pytest.mark.parametrize(("kind", "arguments"), ENDS_EARLY)
+def test_rows_at_the_end_of_a_short_epoch_have_the_step_of_its_last_batch(
+    kind: Any, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    def rows(name: str, loader: Any, **arguments: Any) -> Any:
+        trainer = Trainer(
+            max_epochs=2,
+            log_every_n_steps=1,
+            **{**QUIET, "logger": True, "default_root_dir": tmp_path / name, **arguments},
+        )
+        trainer.fit(module_on(Module, []), loader, unsized(2))
+        with open(f"{trainer.log_dir}/metrics.csv", newline="") as file:
+            return [(row["step"], [k for k, v in row.items() if v]) for row in csv.DictReader(file)]
+
+    window = arguments.get("accumulate_grad_batches", 1)
+    assert rows("short", kind(7), **arguments) == rows(
+        "whole", Plain(7), accumulate_grad_batches=window
+    )
+
+
+@pytest.mark.filterwarnings("ignore:the training loader announced")
+@pytest.mark.parametrize(("kind", "arguments"), ENDS_EARLY)
+@pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_end", "on_train_epoch_end"])
+def test_short_epoch_goes_on_from_its_validation(
+    kind: Any, arguments: dict[str, Any], hook: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.ckpt"
+
+    def run(ckpt_path: Path | None) -> Any:
+        def use(trainer: Any, model: Any, trace: list[Any]) -> None:
+            optimizers = model.configure_optimizers
+            model.configure_optimizers = lambda: {
+                "optimizer": (optimizer := optimizers()),
+                "lr_scheduler": {
+                    "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(
+                        optimizer, patience=0, threshold=10.0
+                    ),
+                    "interval": "step", "monitor": "loss", "strict": False,
+                },
+            }  # fmt: skip
+            trainer.fit(model, kind(7), unsized(2), ckpt_path=ckpt_path)
+            rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
+            rates.append(trainer._batches_that_stepped)
+
+        return use
+
+    rates: list[Any] = []
+    given = {"max_epochs": 2, **arguments}
+    whole = outcome(Trainer, Module, run(None), **given, callbacks=SaveAt(file, hook, 1))
+    again = outcome(Trainer, Module, run(file), **given)
+    assert rates[2:] == rates[:2]
+    for key in ("weights", "metrics", "counters"):
+        assert again[key] == whole[key], key
 
 
 def test_generator_is_used_up_after_an_epoch() -> None:
