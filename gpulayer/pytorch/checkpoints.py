@@ -27,6 +27,7 @@ from gpulayer.pytorch.arguments import ArgumentError
 from gpulayer.pytorch.resume import Place, Position, Resume
 
 if TYPE_CHECKING:
+    from gpulayer.pytorch.callback import Callback
     from gpulayer.pytorch.module import Module
     from gpulayer.pytorch.trainer import Trainer
 
@@ -82,7 +83,7 @@ def _dump(trainer: Trainer, module: Module, weights_only: bool) -> Checkpoint:
     }
     hyperparameters.dump(module, checkpoint)
     if weights_only:
-        module.on_save_checkpoint(checkpoint)
+        _call_hooks(trainer, module, checkpoint, [])
         return checkpoint
     checkpoint["callbacks"] = trainer._callback_states()
     checkpoint["optimizer_states"] = [
@@ -95,10 +96,22 @@ def _dump(trainer: Trainer, module: Module, weights_only: bool) -> Checkpoint:
     if runtime is not None and runtime.scaler is not None:
         checkpoint["scaler"] = runtime.scaler.state_dict()
     checkpoint["ranks"] = [] if loop is None else _of_all_ranks(trainer, resume.capture(loop, at))
-    for one in trainer.callbacks:
-        one.on_save_checkpoint(trainer, module, checkpoint)
-    module.on_save_checkpoint(checkpoint)
+    _call_hooks(trainer, module, checkpoint, trainer.callbacks)
     return checkpoint
+
+
+def _call_hooks(
+    trainer: Trainer, module: Module, checkpoint: Checkpoint, callbacks: list[Callback]
+) -> None:
+    """Let hooks add to a checkpoint, wherever in a fit it is written; nothing may be logged."""
+    metrics, within = trainer._metrics, trainer._metrics.hook
+    metrics.hook = "on_save_checkpoint"
+    try:
+        for one in callbacks:
+            one.on_save_checkpoint(trainer, module, checkpoint)
+        module.on_save_checkpoint(checkpoint)
+    finally:
+        metrics.hook = within
 
 
 def _of_all_ranks(trainer: Trainer, mine: dict[str, Any]) -> list[Any]:

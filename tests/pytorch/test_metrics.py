@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from one_weight import OneWeight, loader, trainer
 from torch.utils.data import DataLoader
 
+from gpulayer.pytorch import Callback, Trainer
 from gpulayer.pytorch.arguments import ArgumentError
 from gpulayer.pytorch.metrics import reduce_named
 
@@ -187,6 +189,36 @@ def test_hooks_that_may_not_log(hook: str) -> None:
     setattr(model, hook, lambda *_: model.log("v", 1.0))
     with pytest.raises(ArgumentError, match="not possible"):
         trainer().fit(model, loader(1), loader(1))
+
+
+@pytest.mark.parametrize("hook", ["on_save_checkpoint", "on_load_checkpoint"])
+@pytest.mark.parametrize("of", ["module", "callback"])
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_checkpoint_hooks_may_not_log(
+    hook: str, of: str, weights_only: bool, tmp_path: Path
+) -> None:
+    class Saves(Callback):
+        def on_train_batch_end(self, used: Trainer, model: Any, *args: Any) -> None:
+            try:
+                used.save_checkpoint(tmp_path / "a.ckpt", weights_only)
+            finally:
+                model.log("after", 1.0)  # which hook runs is known again
+
+    first, model = Saves(), Logging(lambda model, x: None)
+    if hook == "on_save_checkpoint" and not (weights_only and of == "callback"):
+        setattr(model if of == "module" else first, hook, lambda *_: model.log("v", 1.0))
+        with pytest.raises(ArgumentError, match="not possible in on_save_checkpoint"):
+            trainer(callbacks=first).fit(model, loader(1), loader(1))
+        return
+    used = trainer(callbacks=first)
+    used.fit(model, loader(1), loader(1))
+    assert float(used.callback_metrics["after"]) == 1.0
+    if weights_only:
+        return
+    again, second = Logging(lambda model, x: None), Callback()
+    setattr(again if of == "module" else second, hook, lambda *_: again.log("v", 1.0))
+    with pytest.raises(ArgumentError, match="not possible"):
+        trainer(callbacks=second).fit(again, loader(1), loader(1), ckpt_path=tmp_path / "a.ckpt")
 
 
 def test_epoch_hooks_log_epoch_values_only() -> None:
