@@ -29,8 +29,10 @@ _open_lans: list[Lan] = []
 
 
 def pytest_configure() -> None:
-    # Programs inherit what is ignored: under nohup none of ours would notice a closed terminal.
+    # Programs inherit what is ignored: under nohup, or in the background of some shells, none of
+    # ours would notice a closed terminal or an interrupt.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

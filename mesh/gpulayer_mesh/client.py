@@ -20,7 +20,7 @@ from urllib.parse import quote
 from gpulayer_mesh.core import wire
 from gpulayer_mesh.core.jobspec import OVER, HostPhase, JobRecord, JobSpec, OutputFile, Outputs
 from gpulayer_mesh.core.logrecord import LogRecord, RecordParser
-from gpulayer_mesh.core.restarts import attempt_id, may_follow, origin_of
+from gpulayer_mesh.core.restarts import attempt_id, has_begun, may_follow, origin_of
 from gpulayer_mesh.core.tickets import Standing, Ticket, positions
 from gpulayer_mesh.core.types import Address, Addresses, NodeId, Snapshot
 from gpulayer_mesh.errors import (
@@ -364,14 +364,21 @@ class MeshClient:
         return sorted(found, key=lambda r: (r.spec.submitted_at, r.spec.restart), reverse=True)
 
     async def attempts(self, job: JobRecord) -> list[JobRecord]:
-        """Return the attempts of a job that reachable members know, the first one first."""
+        """Return the attempts of a job that reachable members know, the first one first.
+
+        One that is still being prepared is none yet.
+        """
         try:
             records = await self.jobs()
         except TransportError:  # of the member that we ask for the others
             await self.find_again()
             records = await self.jobs()
         origin = origin_of(job.spec)
-        return [one for one in reversed(records) if origin_of(one.spec) == origin]
+        return [
+            one
+            for one in reversed(records)
+            if origin_of(one.spec) == origin and (not one.spec.restart or has_begun(one))
+        ]
 
     async def next_attempt(self, job: JobRecord) -> JobRecord | None:
         """Return the attempt that followed one, if a member knows it."""
@@ -410,6 +417,9 @@ class MeshClient:
         records, waiting = await asyncio.gather(self.jobs(), self.queued())
         known: dict[str, JobRecord | Queued] = {one.ticket.job: one for one in waiting}
         for record in reversed(records):  # the newest attempt last
+            if record.spec.restart and not has_begun(record):
+                known.setdefault(record.spec.id, record)
+                continue
             origin = origin_of(record.spec)
             earlier = (attempt_id(origin, number) for number in range(record.spec.restart))
             known |= dict.fromkeys((*earlier, record.spec.id), record)

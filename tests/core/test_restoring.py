@@ -14,6 +14,7 @@ from gpulayer_mesh.core.restoring import (
     SlotSource,
     newest_copy,
     plan_restore,
+    without,
 )
 from gpulayer_mesh.errors import RemoteProtocolError
 
@@ -93,3 +94,15 @@ def test_bad_order_is_refused(files: tuple[RestoreFile, ...]) -> None:
 def test_same_path_in_several_areas_is_good() -> None:
     files = (GOOD, replace(GOOD, rank=1, path="a"), replace(GOOD, area="work", path="a"))
     RestoreOrder(JOB, (A,), (*files, replace(GOOD, area="restored"))).check(range(2))
+
+
+def test_older_copies_fill_what_newer_ones_lack_and_are_in_nobodys_way() -> None:
+    def files(*paths: str) -> tuple[OutputFile, ...]:
+        return tuple(OutputFile("out", 0, path, 1, b"5" * 32) for path in paths)
+
+    newer = SlotSource(A, files("last.ckpt", "logs/a/x", "plain"), slot=0)
+    older = SlotSource(B, files("last.ckpt", "train.log", "logs", "logs/a", "logs/b", "plain/y"))
+    assert without(older, [newer]).files == files("train.log", "logs/b")
+    elsewhere = SlotSource(B, (OutputFile("work", 0, "last.ckpt", 1, b"6" * 32),))
+    assert without(elsewhere, [newer]) == elsewhere
+    assert without(older, []) == older

@@ -213,3 +213,22 @@ def test_job_that_waits_for_a_machine_to_start_again_can_be_stopped(whole: LanMe
     assert run.wait(60) == 130, run.output()
     assert jobs(whole)[0]["state"] == "cancelled"
     assert whole.ranks() == []
+
+
+def test_stop_while_the_next_attempt_is_prepared_ends_the_job(whole: LanMesh) -> None:
+    folder = whole.laptop.home / "stopped"
+    folder.mkdir()
+    code = "import os, sys; out = os.environ['GPULAYER_OUT'] + '/large'; "
+    code += "os.path.exists(out) or open(out, 'wb').write(bytes(200_000_000)); sys.exit(7)"
+    for delay_s in (0.0, 0.1, 0.4):
+        run = whole.laptop.popen(
+            [GPULAYER, "run", "--restarts", "20", "--", "python", "-c", code], cwd=folder
+        )
+        run.expect(r"restarting \(1 of 20\)", 60)
+        time.sleep(delay_s)  # into another step of the preparation
+        stop = whole.laptop.run([GPULAYER, "stop", str(jobs(whole)[0]["job"])], timeout=60)
+        assert run.wait(60) == 130, run.output() + stop.stderr
+        assert jobs(whole)[0]["state"] == "cancelled"
+        until(lambda: not whole.ranks(), 10)
+        grants = [job for row in whole.status().values() for job in row["jobs"]]
+        assert grants == []

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from boxes import JOB, ORDER, Box, Mesh
+from boxes import JOB, MANIFEST, ORDER, Box, Mesh
 from gpulayer_mesh.core import hosted, job, restarts, wire
 from gpulayer_mesh.core.jobspec import HostPhase, JobSpec, JobState, Slot
 from gpulayer_mesh.errors import GpuLayerError, NotAllowedError, RemoteProtocolError
@@ -311,6 +311,39 @@ async def test_keeper_whose_agent_was_started_anew_restarts_a_job_without_secret
         return
     assert record.successor == NEXT
     assert "attempt 1 from 5" in await ran(zero)
+
+
+@pytest.mark.timeout(120)
+async def test_last_attempt_starts_and_none_follows_it(mesh: Mesh, quick: None) -> None:
+    zero, *_ = await mesh.start("box-0", "box-1", "box-2")
+    attempt = first(mesh, code=COUNTS, restarts=1)
+    await mesh.stage(attempt.spec)
+    await zero.ask("laptop", "POST", "go", ORDER)
+    for ident in (JOB, NEXT):
+        await ran(zero, ident)
+        one = zero.host.jobs[ident]
+        await eventually(lambda one=one: one.report().ranks[0].pid is not None)  # type: ignore[misc]
+        pid = one.report().ranks[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda one=one: one.current_record().state is JobState.FAILED)  # type: ignore[misc]
+    assert zero.host.jobs[JOB].current_record().successor == NEXT
+    assert zero.host.jobs[NEXT].current_record().successor == ""
+
+
+async def test_attempt_that_came_to_nothing_leaves_nothing(mesh: Mesh) -> None:
+    (box,) = await mesh.start("box-1")
+    attempt = then(mesh, first(mesh), "box-2")
+    path = f"/v1/jobs/{NEXT}"
+    for restart in (False, True):
+        await box.ask("box-2", "POST", f"{path}/reserve", {"spec": attempt.chain})
+        await box.ask("box-2", "POST", f"{path}/manifest", raw=MANIFEST)
+        if restart:
+            box = await box.restart()
+        else:
+            await box.ask("box-2", "POST", f"{path}/release")
+        assert NEXT not in box.host.jobs
+        assert not (box.home / "jobs" / NEXT).exists()
 
 
 async def test_nodes_of_the_next_attempt_may_read_what_the_one_before_has_left(

@@ -29,6 +29,7 @@ from gpulayer_mesh.core.jobspec import (
     JobKind,
     JobRecord,
     JobSpec,
+    JobState,
     Slot,
 )
 from gpulayer_mesh.core.types import NodeId, NodeState, Role, Snapshot
@@ -65,6 +66,17 @@ def may_follow(record: JobRecord) -> bool:
     return not record.cause and record.spec.restart < record.spec.restarts
 
 
+def has_begun(record: JobRecord) -> bool:
+    """Return whether an attempt got as far as the order to go.
+
+    One that is being prepared for a job that failed is nothing yet that could be watched or
+    stopped: its job is still the attempt before.
+    """
+    if record.state in (JobState.PENDING, JobState.PLACING):
+        return False
+    return record.state is not JobState.CANCELLED or any(r.ranks for r in record.reports)
+
+
 def next_spec(previous: JobSpec, change: Change) -> JobSpec:
     """Return the attempt that a change makes of the one before."""
     origin = origin_of(previous)
@@ -96,8 +108,8 @@ def check(previous: JobSpec, change: Change, signer: NodeId) -> None:
 
 
 def witnesses(spec: JobSpec) -> tuple[NodeId, ...]:
-    """Return the voters on which nothing of an attempt runs; none where no other may follow it."""
-    return spec.voters[len(spec.slots) :] if spec.restart < spec.restarts else ()
+    """Return the voters on which nothing of an attempt runs."""
+    return spec.voters[len(spec.slots) :]
 
 
 def shape(slots: Sequence[Slot]) -> list[tuple[int, int]]:

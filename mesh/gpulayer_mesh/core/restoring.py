@@ -8,12 +8,12 @@ of its own. This module does not know folders or requests.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from msgspec import Meta
 
-from gpulayer_mesh.core.copies import HeldSlot, path_problem
+from gpulayer_mesh.core.copies import HeldSlot, key_of, path_problem
 from gpulayer_mesh.core.jobspec import HostAddress, JobId, OutputFile, RelPath
 from gpulayer_mesh.core.types import Sha256
 from gpulayer_mesh.errors import RemoteProtocolError
@@ -92,6 +92,30 @@ def newest_copy(slot: int, found: Iterable[tuple[HostAddress, HeldSlot]]) -> Slo
         return None
     host, held = max(mine, key=lambda one: (one[1].version, one[0].node))
     return SlotSource(host, held.files, slot)
+
+
+def without(source: SlotSource, newer: Iterable[SlotSource]) -> SlotSource:
+    """Return an older source less what newer ones have, or would be in the way of."""
+    taken: set[tuple[str, int, str]] = set()
+    folders: set[tuple[str, int, str]] = set()
+    for one in newer:
+        for area, rank, path in map(key_of, one.files):
+            taken.add((area, rank, path))
+            folders.update((area, rank, folder) for folder in _folders(path))
+
+    def fits(file: OutputFile) -> bool:
+        area, rank, path = key_of(file)
+        if (area, rank, path) in taken or (area, rank, path) in folders:
+            return False
+        return all((area, rank, folder) not in taken for folder in _folders(path))
+
+    return replace(source, files=tuple(filter(fits, source.files)))
+
+
+def _folders(path: str) -> list[str]:
+    """Return the folders that a path goes through."""
+    parts = path.split("/")
+    return ["/".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def plan_restore(

@@ -22,7 +22,7 @@ from gpulayer_mesh.core import restarts, wire
 from gpulayer_mesh.core.copies import HeldSlot, ranks_of
 from gpulayer_mesh.core.jobspec import GoOrder, HostAddress, JobRecord, JobSpec, Outputs
 from gpulayer_mesh.core.manifest import open_manifest, unique_chunks
-from gpulayer_mesh.core.restoring import SlotSource, newest_copy, plan_restore
+from gpulayer_mesh.core.restoring import SlotSource, newest_copy, plan_restore, without
 from gpulayer_mesh.core.types import Addresses, NodeId, Snapshot
 from gpulayer_mesh.errors import GpuLayerError, NotFoundError, RemoteProtocolError
 from gpulayer_mesh.runtime.agreements import Agreements
@@ -186,8 +186,10 @@ class MeshGround:
         path = f"/v1/jobs/{spec.id}/restore"
 
         async def one(slot: int) -> None:
-            for ident in {found[slot][0], found[0][0]}:
-                parts = [source if of == ident else None for of, source in found]
+            # Files of rank 0 go to every node, the others to their own.
+            for ident in dict.fromkeys((*found[slot], *found[0])):
+                parts: list[SlotSource | None] = [None] * len(found)
+                parts[slot], parts[0] = found[slot].get(ident), found[0].get(ident)
                 for order in plan_restore(ident, parts, slot):
                     size = sum(file.size for file in order.files)
                     limit_s = FILES_S + size / starting.STAGE_FLOOR_BYTES_S
@@ -198,17 +200,24 @@ class MeshGround:
         if errors := [error for error in results if isinstance(error, BaseException)]:
             raise starting.first_error(BaseExceptionGroup("restore", errors))
 
-    async def _left(self, ran: Signed, slot: int) -> tuple[str, SlotSource | None]:
-        """Find the newest that a slot has left; also return of which attempt.
+    async def _left(self, ran: Signed, slot: int) -> dict[str, SlotSource]:
+        """Find what a slot has left, by the attempt that it is of.
 
-        One that was lost at once had no copies yet, but the one before it had.
+        An attempt that was lost early may have no copies yet of files that the one before it had:
+        these are taken from that one, so what the later one had removed may be there again.
         """
+        found: dict[str, SlotSource] = {}
         for spec in (ran.spec, *reversed(ran.history)):
             source = await self._left_by(spec, slot)
-            if source is not None:
-                return spec.id, source
-        log.warning("job %s: nothing is left of what slot %d has made", ran.spec.id, slot)
-        return ran.spec.id, None
+            if source is None:
+                continue
+            found[spec.id] = without(source, found.values())
+            if source.slot is None:  # its node is there, and these are all
+                break
+        if not found:
+            log.warning("job %s: nothing is left of what slot %d has made", ran.spec.id, slot)
+            found[ran.spec.id] = SlotSource(HostAddress(self.node, ()), ())
+        return found
 
     async def _left_by(self, ran: JobSpec, slot: int) -> SlotSource | None:
         """Find what an attempt has left: on its node, or else the newest copy on a voter."""

@@ -311,7 +311,7 @@ class JobHost:
                     ):
                         self._background.spawn(self._await_word(one))
                     elif one.kept is None and one.record.state is JobState.PLACING:
-                        self._cancelled(one, one.machine.problem)  # nobody else will say so
+                        self._came_to_nothing(one)
                 case hosted.ReportToKeeper(report):
                     self._background.spawn(self._report(one, report))
                 case _:
@@ -337,6 +337,13 @@ class JobHost:
         finally:
             self.site.reservations.release(ident)
             self.site.changed()
+
+    def _came_to_nothing(self, one: LiveJob) -> None:
+        """Nobody else will say that a job has not started; of a next attempt nobody need know."""
+        if one.spec.restart:
+            self._drop_reservation(one)
+        else:
+            self._cancelled(one, one.machine.problem)
 
     def _drop_reservation(self, one: LiveJob) -> None:
         """Forget a reservation that came to nothing: it was no job yet, lists must not fill up with
@@ -572,6 +579,9 @@ class JobHost:
         record = folder.record() or JobRecord(spec, JobState.PLACING, spec.slots[0].node)
         # A shim that ended meanwhile is taken over as well: its events tell how.
         adopted = record.state not in OVER and self.site.shims.adopt(folder.path)
+        if spec.restart and record.state is JobState.PLACING and not adopted:
+            shutil.rmtree(folder.path, ignore_errors=True)  # as in `_came_to_nothing`
+            return
         now = time.monotonic()
         if adopted:
             machine = hosted.HostedJob.adopt(spec, index, now=now)

@@ -185,7 +185,11 @@ class Succession(Generic[Order]):
                     continue
                 await self._ground.reserve(plan)
                 mine = plan
-                decided = (await self._votes(before, mine)).decided(before)
+                try:
+                    decided = (await self._votes(before, mine)).decided(before)
+                except asyncio.CancelledError:
+                    await asyncio.shield(self._ground.release(mine))
+                    raise
                 if decided is not None and decided.chain == mine.chain:
                     await self._start(mine)
                     return mine
@@ -241,9 +245,11 @@ class Succession(Generic[Order]):
         spec = mine.spec
         try:
             order = await self._ground.prepare(mine, self._ran)
-            witnesses = spec.voters[len(spec.slots) :]
-            holding = await asyncio.gather(*(self._held(node, mine) for node in witnesses))
-            if len(spec.slots) + sum(holding) < restarts.majority(spec.voters):
+            watching = restarts.witnesses(spec)
+            holding = await asyncio.gather(*(self._held(node, mine) for node in watching))
+            may_be_followed = spec.restart < spec.restarts
+            enough = len(spec.slots) + sum(holding) >= restarts.majority(spec.voters)
+            if may_be_followed and not enough:
                 await self._ground.release(mine)
                 self._problem = "its witnesses do not answer"
                 return
@@ -279,9 +285,9 @@ class Succession(Generic[Order]):
             return False
         except GpuLayerError:
             return None
-        if record.state is JobState.CANCELLED:
-            return any(report.ranks for report in record.reports)
-        return None if record.state in (JobState.PENDING, JobState.PLACING) else True
+        if restarts.has_begun(record):
+            return True
+        return False if record.state is JobState.CANCELLED else None
 
 
 async def stand_in(
