@@ -192,7 +192,7 @@ async def _wait_end(
 ) -> JobRecord:
     """Wait until an attempt has ended; return its record, or a later one's if nobody knows it."""
     answered, failures = time.monotonic(), 0
-    said = False
+    said, waiting = False, ""
     while True:
         try:
             record = await client.record(record)
@@ -215,6 +215,9 @@ async def _wait_end(
         if (record.state is JobState.RESTARTING or record.successor) and not said:
             said = True
             ui.note(restarting_line(record))
+        if record.waiting and record.waiting != waiting:
+            waiting = record.waiting
+            ui.note(f"cannot start again yet: {waiting}")
         if record.state in OVER:
             return record
         if lines_done.is_set():

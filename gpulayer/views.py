@@ -543,6 +543,7 @@ def job_json(record: JobRecord) -> dict[str, Any]:
         "restarts": spec.restarts,
         "origin": spec.origin or None,
         "successor": record.successor or None,
+        "waiting": record.waiting or None,
     }
 
 
@@ -569,6 +570,7 @@ def queued_json(one: Queued) -> dict[str, Any]:
         "restarts": None,
         "origin": None,
         "successor": None,
+        "waiting": None,
     }
 
 

@@ -471,7 +471,7 @@ def test_job_json_is_stable_and_carries_no_secret() -> None:
     assert set(job) == {
         "job", "name", "kind", "state", "cause", "exit_code", "accelerator", "submitter",
         "submitted_at", "ran_s", "ended_ago_s", "nodes", "ranks", "failure", "queue",
-        "restart", "restarts", "origin", "successor",
+        "restart", "restarts", "origin", "successor", "waiting",
     }  # fmt: skip
     assert job["exit_code"] == 7
     assert [rank["node"] for rank in job["ranks"]] == ["box-1", "box-2", "box-3"]

@@ -272,7 +272,8 @@ RESTARTED = [
     [
         at(FIRST, JobState.RUNNING),
         at(FIRST, JobState.RESTARTING, failure=LOST),
-        at(FIRST, JobState.RESTARTING, failure=LOST),
+        at(FIRST, JobState.RESTARTING, failure=LOST, waiting="none is free"),
+        at(FIRST, JobState.RESTARTING, failure=LOST, waiting="none is free"),
         at(FIRST, JobState.FAILED, failure=LOST, successor=SECOND.id),
     ],
     [at(SECOND, JobState.STARTING), at(SECOND, JobState.SUCCEEDED)],
@@ -292,6 +293,7 @@ async def test_viewer_goes_on_with_the_next_attempt_and_says_so_once(screen: Scr
     assert screen.out.getvalue() == "[0|box-1] of 0\n[0|box-1] of 1\n"
     assert screen.err.getvalue().splitlines() == [
         f"gpulayer: node box-2 failed: {LOST.reason}; restarting (1 of 3)",
+        "gpulayer: cannot start again yet: none is free",
         f"gpulayer: restart 1 runs as job {SECOND.id} on box-1, box-3",
     ]
 

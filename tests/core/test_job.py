@@ -29,6 +29,7 @@ from gpulayer_mesh.core.job import (
     ReportFailed,
     Restart,
     Restarted,
+    RestartWaits,
     Stage,
     StartHost,
     StopHost,
@@ -180,7 +181,7 @@ def test_host_that_starts_nothing_is_named_with_its_last_state() -> None:
     rank, name, code, reason = keeper.failed
     assert (rank, name, code) == (None, "box-1", 1)
     late = "ranks 1-2 on box-1 (staged), rank 3 on box-2 (connection refused)"
-    assert reason == f"not started within 60 s: {late}"
+    assert reason == f"not started within {START_S:g} s: {late}"
 
 
 def test_host_that_answers_and_falls_silent_while_starting_is_lost() -> None:
@@ -450,6 +451,17 @@ def test_failed_job_asks_for_its_next_attempt_once_all_is_over() -> None:
     assert (keeper.state, keeper.records[-1].successor) == (JobState.FAILED, "1111111111")
     assert keeper.failed == (1, "box-1", 7, "exit code 7")
     assert keeper.job.next_timeout() is None
+
+
+def test_restart_that_waits_says_for_what_until_it_is_over() -> None:
+    keeper, _ = failed_of(1, 1)
+    assert keeper.do(RestartWaits("no node is free")) == []
+    assert (keeper.state, keeper.records[-1].waiting) == (JobState.RESTARTING, "no node is free")
+    keeper.do(Restarted("1111111111"))
+    assert keeper.records[-1].waiting == ""
+    before = len(keeper.records)
+    keeper.do(RestartWaits("too late"))
+    assert len(keeper.records) == before
 
 
 def test_job_that_is_not_restarted_says_why() -> None:

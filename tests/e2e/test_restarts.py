@@ -208,6 +208,7 @@ def test_job_that_waits_for_a_machine_to_start_again_can_be_stopped(whole: LanMe
     run.expect(r"^\[0\|\S+\] counted to 40", 60)
     power_off(lost)
     run.expect(rf"node {lost.name} failed: node lost: .*; restarting \(1 of 1\)", 60)
+    run.expect(r"cannot start again yet: asked for 1 node", 90)
     # Whoever does not want to wait for a machine to come back stops it.
     whole.gpulayer("stop", str(jobs(whole)[0]["job"]))
     assert run.wait(60) == 130, run.output()

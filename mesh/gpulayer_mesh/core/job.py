@@ -121,6 +121,13 @@ class Restarted:
 
 
 @dataclass(frozen=True, slots=True)
+class RestartWaits:
+    """The next attempt cannot start yet."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class NotRestarted:
     """There will be no next attempt."""
 
@@ -140,6 +147,7 @@ Event = (
     | HostRemoved
     | Watched
     | Restarted
+    | RestartWaits
     | NotRestarted
     | Tick
 )
@@ -279,6 +287,7 @@ class KeptJob:
         self._grace_s = 0.0
         self._killed = False
         self._successor = ""
+        self._waiting = ""  # for what the next attempt waits
         self._asked = False  # for the next attempt
         self._watched: dict[NodeId, float] = {}  # witness -> when it answered last
 
@@ -344,6 +353,7 @@ class KeptJob:
             now - self._went,
             None if self._ended is None else now - self._ended,
             self._successor,
+            self._waiting,
         )
 
     def handle(self, now: float, event: Event) -> list[Effect]:
@@ -385,6 +395,9 @@ class KeptJob:
                 if self.stage is Stage.RESTARTING:
                     self._successor = successor
                     self._end(now, event)
+            case RestartWaits(why):
+                if self.stage is Stage.RESTARTING:
+                    self._waiting = why[:512]
             case NotRestarted(why):
                 if self.stage is Stage.RESTARTING:
                     self._not_restarted(now, event, why)
@@ -662,6 +675,7 @@ class KeptJob:
 
     def _end(self, now: float, event: Event) -> None:
         self._ended = now
+        self._waiting = ""
         self._move(now, event, Stage.ENDED, None)
 
     # Small things
@@ -690,6 +704,7 @@ class KeptJob:
             self.failure,
             self.cause,
             self._cancelled,
+            self._waiting,
             tuple(
                 (
                     host.lost,

@@ -175,6 +175,7 @@ class JobRecord:
     age_s: float = 0.0  # since go, by the keeper's monotonic clock
     ended_age_s: float | None = None
     successor: Annotated[str, Meta(max_length=JOB_ID_CHARS)] = ""  # the attempt that followed
+    waiting: Annotated[str, Meta(max_length=512)] = ""  # why the next one has not started yet
 
 
 @dataclass(frozen=True, slots=True)

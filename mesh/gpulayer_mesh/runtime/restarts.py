@@ -152,7 +152,12 @@ class Restarts:
 
         async def see() -> None:
             await asyncio.sleep(after_s)
-            successor = await self._succeed(one.attempt, _secrets(one), job.RESTART_S)
+            successor = await self._succeed(
+                one.attempt,
+                _secrets(one),
+                job.RESTART_S,
+                say=lambda why: self._host.on_keeper(one, job.RestartWaits(why)),
+            )
             if one.kept is not None and one.kept.state is JobState.RESTARTING:
                 self._host.on_keeper(one, job.Restarted(successor))
             else:  # stopped meanwhile
@@ -202,16 +207,19 @@ class Restarts:
                 one.attempt,
                 after_s=job.GONE_S - hosted.KEEPER_SILENT_S,
                 seconds=job.RESTART_S,
-                succeed=lambda left_s: self._succeed(one.attempt, _secrets(one), left_s),
+                succeed=lambda left_s: self._succeed(one.attempt, _secrets(one), left_s, say=waits),
             )
-            over = replace(one.current_record(), state=JobState.FAILED, ended_age_s=0.0)
+            over = replace(one.current_record(), state=JobState.FAILED, ended_age_s=0.0, waiting="")
             if isinstance(found, str):
                 self._host.take_record(one, replace(over, successor=found))
             else:
                 self._host.take_record(one, found)
 
+        def waits(why: str) -> None:
+            self._host.take_record(one, replace(one.current_record(), waiting=why[:512]))
+
         def failed(why: str) -> None:
-            record = one.current_record()
+            record = replace(one.current_record(), waiting="")
             failure = record.failure
             if failure is not None:
                 failure = replace(failure, reason=f"{failure.reason}; not restarted: {why}")
@@ -235,6 +243,7 @@ class Restarts:
                 record,
                 state=JobState.CANCELLED,
                 failure=None,
+                waiting="",
                 cause=f"stopped by {by}",
                 ended_age_s=0.0,
             ),
@@ -419,7 +428,13 @@ class Restarts:
 
         self._seeing[ident] = self._background.spawn(see())
 
-    async def _succeed(self, ran: Signed, secrets: Mapping[str, str] | None, seconds: float) -> str:
+    async def _succeed(
+        self,
+        ran: Signed,
+        secrets: Mapping[str, str] | None,
+        seconds: float,
+        say: Callable[[str], None] = lambda why: None,
+    ) -> str:
         if ran.spec.submitter not in self._site.book:
             raise NotRestartedError(f"{ran.spec.submitter_name} was removed from the mesh")
         if secrets is None:
@@ -427,7 +442,7 @@ class Restarts:
                 "its secrets were only in the memory of an agent that is not there any more"
             )
         log.info("job %s: starting its next attempt", ran.spec.id)
-        return await Succession(self._ground(secrets), ran, seconds=seconds).run()
+        return await Succession(self._ground(secrets), ran, seconds=seconds, say=say).run()
 
     def _ground(self, secrets: Mapping[str, str] | None) -> MeshGround:
         return MeshGround(self._host, self._means, self.agreements, secrets or {})

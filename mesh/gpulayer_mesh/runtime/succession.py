@@ -143,13 +143,22 @@ class Succession(Generic[Order]):
     Args:
         ran: that attempt.
         seconds: for all of it.
+        say: told why it cannot start yet.
     """
 
-    def __init__(self, ground: Ground[Order], ran: Signed, *, seconds: float) -> None:
+    def __init__(
+        self,
+        ground: Ground[Order],
+        ran: Signed,
+        *,
+        seconds: float,
+        say: Callable[[str], None] = lambda why: None,
+    ) -> None:
         self._ground = ground
         self._ran = ran
         self._loop = asyncio.get_running_loop()
         self._until = self._loop.time() + seconds
+        self._say = say
         self._problem = ""
         self._tries = 0
 
@@ -203,6 +212,7 @@ class Succession(Generic[Order]):
                     return found  # ours, which is decided and cannot be had any more
             if self._loop.time() >= until:
                 raise NotRestartedError(self._problem)
+            self._say(self._problem)
             await asyncio.sleep(RETRY_S)
 
     def _plan(self, before: Signed, avoid: Collection[NodeId]) -> Signed:
