@@ -21,6 +21,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Generic, Protocol, TypeVar
 
 from gpulayer_mesh.core import restarts
@@ -42,6 +43,15 @@ SHOW_S = 45.0  # for an attempt that another has started to show; above a reserv
 
 class NotRestartedError(GpuLayerError):
     """There will be no next attempt."""
+
+
+class _Seen(StrEnum):
+    """What a node says of an attempt."""
+
+    BEGUN = "begun"
+    COMING = "coming"  # it is being prepared
+    NOTHING = "nothing"
+    SILENCE = "silence"
 
 
 def bind(
@@ -279,25 +289,26 @@ class Succession(Generic[Order]):
         until = self._loop.time() + SHOW_S
         nodes = [slot.node for slot in attempt.spec.slots]
         while True:
-            begun = await asyncio.gather(*(self._begun(node, attempt.spec.id) for node in nodes))
-            if True in begun:
+            seen = await asyncio.gather(*(self._seen(node, attempt.spec.id) for node in nodes))
+            if _Seen.BEGUN in seen:
                 return True
             # Its keeper alone gets the order to go: where that one knows nothing, nothing comes.
-            if begun[0] is False or self._loop.time() >= until:
+            if seen[0] is _Seen.NOTHING or self._loop.time() >= min(until, self._until):
                 return False
+            if seen[0] is _Seen.COMING:  # large files take their time; its lease tells of an end
+                until = self._loop.time() + SHOW_S
             await asyncio.sleep(RETRY_S)
 
-    async def _begun(self, node: NodeId, job: str) -> bool | None:
-        """Return whether a node knows that an attempt has begun; None: it may yet."""
+    async def _seen(self, node: NodeId, job: str) -> _Seen:
         try:
             record = await self._ground.record(node, job)
         except NotFoundError:
-            return False
+            return _Seen.NOTHING
         except GpuLayerError:
-            return None
+            return _Seen.SILENCE
         if restarts.has_begun(record):
-            return True
-        return False if record.state is JobState.CANCELLED else None
+            return _Seen.BEGUN
+        return _Seen.NOTHING if record.state is JobState.CANCELLED else _Seen.COMING
 
 
 async def stand_in(
