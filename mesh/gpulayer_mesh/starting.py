@@ -23,6 +23,7 @@ RPC_S = 10.0  # one answer from a healthy agent takes milliseconds; a swapping o
 PREFLIGHT_S = 15.0  # 2 s for the dials, the rest for `find_spec` on a cold disk
 STAGE_FLOOR_BYTES_S = 500_000  # slowest link worth training over; a deadline, not a promise
 STAGE_S = 60.0  # on top of the transfer: unpacking 100,000 files
+CHUNK_S = 120.0  # to upload one, on a slow link that others share
 UPLOADS = 4  # parallel chunk uploads: fills a 1 Gbit/s link through one TLS core
 RENEW_S = 10.0  # between renewals of the reservations, which end after 30 s of silence
 
@@ -234,7 +235,7 @@ async def _stage(caller: Caller, spec: JobSpec, source: Source) -> None:
                 "PUT",
                 f"/v1/chunks/{chunk.hex()}?job={spec.id}",
                 raw=data,
-                deadline_s=60.0,
+                deadline_s=CHUNK_S,
             )
 
     try:

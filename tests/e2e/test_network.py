@@ -169,9 +169,9 @@ def test_no_rank_starts_before_a_slow_node_has_everything(mesh: LanMesh) -> None
     folder = mesh.laptop.home / "slow-node"
     folder.mkdir()
     (folder / "train.py").write_text(SAYS_WHEN)
-    (folder / "large.bin").write_bytes(os.urandom(20_000_000))
+    (folder / "large.bin").write_bytes(os.urandom(40_000_000))
     slow = mesh.boxes[2]
-    slow.shape(4)  # 40 s, longer than a reservation that nobody renews
+    slow.shape(8)  # 40 s, longer than a reservation that nobody renews
     try:
         started = time.time()
         done = mesh.laptop.run(
