@@ -51,6 +51,16 @@ def test_what_is_no_certificate_is_refused(der: bytes | None) -> None:
         certificates.node_of(der, MESH)
 
 
+def test_name_of_a_kind_that_nobody_uses_is_refused() -> None:
+    uri = certificates._uri(MESH, NODE).encode()
+    at = DER.index(uri) - 3  # its tag: URI, then a length of two bytes
+    assert DER[at] == 0x86
+    for tag in (0xA3, 0xA5):  # x400Address, ediPartyName
+        der = DER[:at] + bytes([tag]) + DER[at + 1 :]
+        with pytest.raises(RemoteProtocolError, match="names no node"):
+            certificates.node_of(der, MESH)
+
+
 def test_damaged_certificates_are_refused_and_never_pass_as_ours(rng: random.Random) -> None:
     for _ in range(3000):
         der = bytearray(DER)

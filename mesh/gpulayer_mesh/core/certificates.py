@@ -97,7 +97,12 @@ def node_of(der: bytes | None, mesh: MeshId) -> NodeId:
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         uris = names.get_values_for_type(x509.UniformResourceIdentifier)
-    except (x509.ExtensionNotFound, x509.DuplicateExtension, ValueError) as e:
+    except (
+        x509.ExtensionNotFound,
+        x509.DuplicateExtension,
+        x509.UnsupportedGeneralNameType,
+        ValueError,
+    ) as e:
         raise RemoteProtocolError("certificate names no node") from e
     if uris != [_uri(mesh, node)]:
         raise RemoteProtocolError(f"certificate of key {node[:8]!r} names {uris!r}")
