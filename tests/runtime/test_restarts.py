@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from boxes import JOB, MANIFEST, ORDER, Box, Mesh
 from gpulayer_mesh.core import hosted, job, restarts, wire
-from gpulayer_mesh.core.jobspec import HostPhase, JobSpec, JobState, Slot
+from gpulayer_mesh.core.jobspec import HostPhase, JobRecord, JobState, Slot
 from gpulayer_mesh.errors import GpuLayerError, NotAllowedError, RemoteProtocolError
 from gpulayer_mesh.runtime import restarts as module
 from gpulayer_mesh.runtime import succession
@@ -235,6 +235,27 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.setattr(where, name, getattr(where, name) / 10)
 
 
+async def counting(mesh: Mesh, *, secretive: bool = False, **fields: object) -> Box:
+    """Start a job on box-0 that box-1 and box-2 watch; it has counted once it is there."""
+    zero, *_ = await mesh.start("box-0", "box-1", "box-2")
+    await mesh.stage(first(mesh, code=COUNTS, **fields).spec)
+    order = replace(ORDER, secrets={"TOKEN": "canary"} if secretive else {})
+    await zero.ask("laptop", "POST", "go", order)
+    await ran(zero, JOB)
+    return zero
+
+
+async def killed(box: Box, ident: str) -> JobRecord:
+    """Kill the only rank of an attempt; returns its last record."""
+    one = box.host.jobs[ident]
+    await eventually(lambda: one.report().ranks[0].pid is not None)
+    pid = one.report().ranks[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    await eventually(lambda: one.current_record().state is JobState.FAILED)
+    return one.current_record()
+
+
 async def ran(box: Box, ident: str = NEXT) -> str:
     """Return the first line of an attempt's only rank."""
 
@@ -257,12 +278,7 @@ async def ran(box: Box, ident: str = NEXT) -> str:
 async def test_witness_takes_a_job_over_whose_only_machine_is_lost(
     mesh: Mesh, quick: None, secretive: bool
 ) -> None:
-    zero, *_ = await mesh.start("box-0", "box-1", "box-2")
-    attempt = first(mesh, code=COUNTS)
-    order = replace(ORDER, secrets={"TOKEN": "canary"} if secretive else {})
-    await mesh.stage(attempt.spec)
-    await zero.ask("laptop", "POST", "go", order)
-    await ran(zero, JOB)
+    zero = await counting(mesh, secretive=secretive)
     witnesses = [mesh.boxes[mesh.node(name)] for name in ("box-1", "box-2")]
 
     def copied() -> bool:
@@ -290,20 +306,9 @@ async def test_witness_takes_a_job_over_whose_only_machine_is_lost(
 async def test_keeper_whose_agent_was_started_anew_restarts_a_job_without_secrets(
     mesh: Mesh, quick: None, secretive: bool
 ) -> None:
-    zero, *_ = await mesh.start("box-0", "box-1", "box-2")
-    attempt = first(mesh, code=COUNTS)
-    order = replace(ORDER, secrets={"TOKEN": "canary"} if secretive else {})
-    await mesh.stage(attempt.spec)
-    await zero.ask("laptop", "POST", "go", order)
-    await ran(zero, JOB)
+    zero = await counting(mesh, secretive=secretive)
     zero = await zero.restart()
-    one = zero.host.jobs[JOB]
-    await eventually(lambda: one.report().ranks[0].pid is not None)
-    pid = one.report().ranks[0].pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    await eventually(lambda: one.current_record().state is JobState.FAILED)
-    record = one.current_record()
+    record = await killed(zero, JOB)
     assert record.failure is not None
     if secretive:
         assert (record.successor, NEXT in zero.host.jobs) == ("", False)
@@ -315,18 +320,10 @@ async def test_keeper_whose_agent_was_started_anew_restarts_a_job_without_secret
 
 @pytest.mark.timeout(120)
 async def test_last_attempt_starts_and_none_follows_it(mesh: Mesh, quick: None) -> None:
-    zero, *_ = await mesh.start("box-0", "box-1", "box-2")
-    attempt = first(mesh, code=COUNTS, restarts=1)
-    await mesh.stage(attempt.spec)
-    await zero.ask("laptop", "POST", "go", ORDER)
+    zero = await counting(mesh, restarts=1)
     for ident in (JOB, NEXT):
         await ran(zero, ident)
-        one = zero.host.jobs[ident]
-        await eventually(lambda one=one: one.report().ranks[0].pid is not None)  # type: ignore[misc]
-        pid = one.report().ranks[0].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        await eventually(lambda one=one: one.current_record().state is JobState.FAILED)  # type: ignore[misc]
+        await killed(zero, ident)
     assert zero.host.jobs[JOB].current_record().successor == NEXT
     assert zero.host.jobs[NEXT].current_record().successor == ""
 
@@ -360,8 +357,3 @@ async def test_nodes_of_the_next_attempt_may_read_what_the_one_before_has_left(
     after = sign_change(mesh.keys["box-2"], mesh.roster.mesh, mesh.node("box-2"), one, change)
     await agree(box, "box-2", after)
     assert box.restarts.may_read(JOB, mesh.node("other"), ())
-
-
-def test_shape_of_specs(mesh: Mesh) -> None:
-    spec: JobSpec = first(mesh).spec
-    assert restarts.shape(spec.slots) == [(1, 0)]

@@ -265,7 +265,7 @@ async def test_unsafe_path_writes_nothing(net: Net, path: str) -> None:
     found = live(a, listed(b"g", "good"), listed(b"g", path))
     with pytest.raises(RemoteProtocolError):
         await restore(b, *plan_restore(JOB, (found, None), 1))
-    assert content(b.home / "jobs") == {f"{NEXT}/work/a.txt": SHIPPED}
+    assert content(b.job_dir(NEXT)) == {"work/a.txt": SHIPPED}
     assert not (b.job_dir(NEXT) / "restored").exists()
 
 
