@@ -52,7 +52,7 @@ from gpulayer_mesh.runtime.gpus import FakeNvml, Gpus
 from gpulayer_mesh.runtime.ground import Means
 from gpulayer_mesh.runtime.hosting import JobHost, Site
 from gpulayer_mesh.runtime.jobdoor import JobDoor
-from gpulayer_mesh.runtime.livejob import open_signed
+from gpulayer_mesh.runtime.livejob import may_launch, open_signed
 from gpulayer_mesh.runtime.preflight import FreePorts
 from gpulayer_mesh.runtime.restarts import Restarts
 from gpulayer_mesh.runtime.restoring import Restoring
@@ -239,7 +239,7 @@ class Box:
             store=host.site.store,
             call=self.call,
             stream=self.stream,
-            open_spec=lambda chain: open_signed(chain, self.book).spec,
+            open_spec=self.open_spec,
             may_read=lambda job, peer, roles: self.restarts.may_read(job, peer, roles),
         )
         means = Means(
@@ -250,6 +250,11 @@ class Box:
         )
         self.restarts = Restarts(host, means)
         return self.restarts
+
+    def open_spec(self, chain: bytes) -> JobSpec:
+        attempt = open_signed(chain, self.book)
+        may_launch(attempt, self.book)
+        return attempt.spec
 
     def snapshot(self) -> Snapshot:
         """What gossip knows: who is reachable is alive."""
@@ -400,7 +405,8 @@ class Box:
     def seen(self) -> object:
         """What a refused request must not change."""
         one = self.host.jobs.get(JOB)
-        papers = sorted(str(path) for path in (self.home / "jobs").rglob("*"))
+        paths = map(str, (self.home / "jobs").rglob("*"))
+        papers = sorted(path for path in paths if "/.gone-" not in path)  # being removed
         known = one and (one.report(), one.record, one.kept, one.manifest)
         tickets = self.host.tickets.all(time.monotonic())
         return known, papers, self.reservations.grants, tickets

@@ -93,6 +93,8 @@ class FitAgain:
         self._call = call
         self._began = _began(place, call)
         self._ckpt_path = ckpt_path
+        # The first attempt's id: checkpoints of other jobs may lie in the same folder.
+        self._job = place.job if self._began is None else self._began["job"]
         self._present: frozenset[str] = frozenset()  # checkpoints that lay there before the fit
         self._marks = 0  # checkpoints of this attempt
         # Of one that was written and is to count: when, and the name of what lies beside it.
@@ -115,7 +117,11 @@ class FitAgain:
                 self._present = frozenset(str(file) for one in writers for file in one.files())
             elif not self._ended():
                 self._take_back(writers)
-            began = {"ckpt_path": self._ckpt_path, "present": sorted(self._present)}
+            began = {
+                "job": self._job,
+                "ckpt_path": self._ckpt_path,
+                "present": sorted(self._present),
+            }
             _write_json(self._kept(f"{self._call}.json"), began)
             earlier = _earlier_roots(self._place)
             _write_json(self._kept(_ROOTS), [*(one for one in earlier if one != roots), roots])
@@ -147,7 +153,9 @@ class FitAgain:
             if str(file) in self._present:
                 continue
             its = _head(file)
-            if its is not None and (at is None or its.moment > at.moment):
+            if its is None or its.job != self._job:
+                continue
+            if at is None or its.moment > at.moment:
                 file.unlink(missing_ok=True)
 
     # -- the checkpoint ----------------------------------------------------------------------
@@ -164,6 +172,7 @@ class FitAgain:
             "should_stop": trainer.should_stop,
             "final": self.saving_end,
             "beside": self._beside(),
+            "job": self._job,
         }
 
     def _beside(self) -> str:
@@ -355,6 +364,7 @@ def _moment(trainer: Trainer) -> tuple[int, Place]:
 class _Head:
     moment: tuple[int, int]  # when in its fit it was written, to compare
     beside: str | None  # see `mark`
+    job: str | None
 
 
 def _head(file: Path) -> _Head | None:
@@ -363,7 +373,8 @@ def _head(file: Path) -> _Head | None:
         held = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         loop = held["loops"]["fit_loop"]
         moment = loop["total_batches"], _PLACES.index(Place(loop["position"]["place"]))
-        return _Head(moment, loop.get("again", {}).get("beside"))
+        mark = loop.get("again", {})
+        return _Head(moment, mark.get("beside"), mark.get("job"))
     return None
 
 

@@ -65,7 +65,6 @@ class Replicated:
         self._module = module
         self.wrapped: DistributedDataParallel | None = None
         self.forward: Callable[..., Any] = module.training_step
-        self._reduced: tuple[list[nn.Parameter], list[bool]] = [], []  # and whether it is sparse
         self._order: list[int] | None = None
 
     def prepare(self) -> None:
@@ -76,7 +75,6 @@ class Replicated:
         wrapped = self._runtime.prepare(StepForward(self._module))
         assert isinstance(wrapped, DistributedDataParallel)
         self.wrapped = self.forward = wrapped
-        self._reduced = wrapped._build_params_for_reducer()  # type: ignore[no-untyped-call]
 
     def unsynchronised(self) -> AbstractContextManager[Any]:
         """Return a block in which backward leaves gradients on their rank."""
@@ -122,10 +120,13 @@ class Replicated:
 
         No hook on parameters is called, and gradients stay what they are.
         """
-        parameters, sparse = self._reduced
-        if not self._lays_out_anew() or sorted(order) != list(range(len(parameters))):
+        if not self._lays_out_anew():
             return
         assert self.wrapped is not None
+        # Those that it reduces, and whether their gradients are sparse.
+        parameters, sparse = self.wrapped._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        if sorted(order) != list(range(len(parameters))):
+            return
         self._order = order
         gradients = [one.grad for one in parameters]
         with _without_hooks(parameters):

@@ -206,6 +206,7 @@ class Shim:
         self._dir = job_dir
         self._grace_s = float(config["grace_s"])
         self._silence_s = float(config["agent_silence_s"])
+        self._silence_grace_s = float(config.get("agent_silence_grace_s", self._grace_s))
         self._raised_grace_s = float(config.get("raised_grace_s", self._grace_s))
         self._cookie: str = config["cookie"]
         limit = int(config.get("log_limit_bytes", LOG_MAX))
@@ -438,7 +439,8 @@ class Shim:
                 self._lease_seen = seen
                 self._lease_at = now
         if now - self._lease_at > self._silence_s and self._kill_at is None:
-            self._stop(now, self._grace_s, False, f"no word from the agent for {self._silence_s} s")
+            why = f"no word from the agent for {self._silence_s} s"
+            self._stop(now, self._silence_grace_s, False, why)
 
     def _poll_raised(self, now: float) -> None:
         """End ranks that hang in their clean-up: their peers wait for them."""

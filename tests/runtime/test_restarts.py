@@ -343,6 +343,64 @@ async def test_attempt_that_came_to_nothing_leaves_nothing(mesh: Mesh) -> None:
         assert not (box.home / "jobs" / NEXT).exists()
 
 
+async def copied_by(mesh: Mesh, zero: Box) -> Box:
+    """Return the witness that holds what the job's rank has written."""
+    boxes = [mesh.boxes[mesh.node(name)] for name in ("box-1", "box-2")]
+
+    def holders() -> list[Box]:
+        return [
+            box
+            for box in boxes
+            if any(file.path == "count" for held in box.copies.held(JOB) for file in held.files)
+        ]
+
+    await eventually(lambda: bool(holders()))
+    return holders()[0]
+
+
+@pytest.mark.timeout(120)
+async def test_copies_outlive_a_restart_and_not_the_job(mesh: Mesh, quick: None) -> None:
+    zero = await counting(mesh, restarts=1)
+    holder = await copied_by(mesh, zero)
+    record = await killed(zero, JOB)
+    assert record.successor == NEXT
+    await eventually(lambda: JOB not in holder.restarts._watches)
+    # Should the machine be lost now, the next attempt has none of its own yet.
+    for name in ("box-0", "box-1", "box-2"):
+        (held,) = wire.unpack(await holder.ask(name, "GET", f"/v1/copies/{JOB}"))
+        assert [file["path"] for file in held["files"]] == ["count"]
+    with pytest.raises(NotAllowedError):
+        await holder.ask("other", "GET", f"/v1/copies/{JOB}")
+    await ran(zero)
+    await killed(zero, NEXT)
+    await eventually(lambda: holder.copies.jobs() == set())
+
+
+async def test_only_jobs_of_launchers_are_held_watched_and_agreed_to(mesh: Mesh) -> None:
+    (box,) = await mesh.start("box-1")
+    submitter = {"submitter": mesh.node("box-0"), "submitter_name": "box-0"}
+    spec = mesh.spec(
+        "box-0",
+        restarts=2,
+        voters=tuple(map(mesh.node, ("box-0", "box-1", "box-2"))),
+        **submitter,
+    )
+    forged = Signed(spec, spec.submitter, mesh.sign(spec, "box-0"))
+    word = {"spec": forged.chain, "secretive": False, "sources": []}
+    offer = {"spec": forged.chain, "slot": 0, "version": 1, "files": []}
+    attempt = then(mesh, forged, "box-0")
+    for path, body in (
+        (f"/v1/watches/{JOB}", word),
+        (f"/v1/copies/{JOB}", offer),
+        (f"/v1/attempts/{NEXT}/agree", {"spec": attempt.chain}),
+        (f"/v1/attempts/{NEXT}/hold", {"spec": attempt.chain}),
+    ):
+        with pytest.raises(NotAllowedError, match="may not launch jobs"):
+            await box.ask("box-0", "POST", path, body)
+    assert not list((box.home / "attempts").iterdir())
+    assert box.copies.jobs() == set()
+
+
 async def test_nodes_of_the_next_attempt_may_read_what_the_one_before_has_left(
     mesh: Mesh,
 ) -> None:

@@ -291,7 +291,7 @@ async def test_script_does_not_see_the_hook(tmp_path: Path) -> None:
     show = (
         "import os, sys\n"
         "print([n for n in os.environ if n in ('GPULAYER_RAISED', 'PYTHONPATH')],"
-        " os.environ.get('PYTHONPATH'), [p for p in sys.path if 'hook' in p],"
+        " os.environ.get('PYTHONPATH'), [p for p in sys.path if 'rank_hook' in p],"
         " getattr(sys.modules.get('sitecustomize'), '__file__', ''))"
     )
     for path, expected in [
@@ -430,6 +430,14 @@ async def test_silent_agent_ends_the_ranks(tmp_path: Path) -> None:
     (end,) = await job.run(ShimLost)
     assert end.stopped
     assert job.events[-1] == ShimLost("no word from the agent for 0.3 s")
+
+
+async def test_deaf_ranks_get_the_grace_of_a_silent_agent(tmp_path: Path) -> None:
+    job = Job(tmp_path, DEAF, grace_s=600, agent_silence_s=1.0, agent_silence_grace_s=0.2)
+    await job.start()
+    await job.until_status("done")
+    (end,) = await job.run(ShimLost)
+    assert (end.signal, end.stopped) == (9, True)
 
 
 async def test_watched_job_outlives_the_silence(tmp_path: Path) -> None:

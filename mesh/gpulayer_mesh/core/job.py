@@ -58,7 +58,7 @@ KILL_S = 5.0  # after our kill nothing is waited for any longer
 # Past its last sign of life, until the ranks of a node that is cut off, or without its agent, are
 # gone: `hosted` ends them after 25 to 30 s with a grace of 5 s, and kills for 5 s.
 GONE_S = 42.0
-RESTART_S = 300.0  # for the next attempt to start: lost nodes' ranks, a free node, the transfers
+RESTART_S = 300.0  # without a word on the next attempt; who sees to it has limits of its own
 HISTORY = 64  # entries
 
 
@@ -398,6 +398,7 @@ class KeptJob:
             case RestartWaits(why):
                 if self.stage is Stage.RESTARTING:
                     self._waiting = why[:512]
+                    self._deadline = now + RESTART_S
             case NotRestarted(why):
                 if self.stage is Stage.RESTARTING:
                     self._not_restarted(now, event, why)
@@ -527,7 +528,7 @@ class KeptJob:
             elif self._late(now):
                 self._kill(now)
         if self.stage is Stage.RESTARTING and self._late(now):
-            self._not_restarted(now, event, f"that took longer than {RESTART_S:g} s")
+            self._not_restarted(now, event, f"nothing was heard of it for {RESTART_S:g} s")
 
     def _find_failure(self, now: float) -> Failure | None:
         """The failure that explains the others: a rank's cause, a host's problem, a lost peer."""

@@ -24,6 +24,7 @@ from gpulayer_mesh.core import swim, wire
 from gpulayer_mesh.core.capsbook import CapsBook
 from gpulayer_mesh.core.devicecare import DeviceCare
 from gpulayer_mesh.core.gossip_codec import Codec
+from gpulayer_mesh.core.jobspec import JobSpec
 from gpulayer_mesh.core.lease import Reservations
 from gpulayer_mesh.core.membership import Membership
 from gpulayer_mesh.core.types import (
@@ -50,7 +51,7 @@ from gpulayer_mesh.runtime.gpus import Gpus, load_nvml
 from gpulayer_mesh.runtime.ground import Means
 from gpulayer_mesh.runtime.hosting import JobHost, Site
 from gpulayer_mesh.runtime.jobdoor import JobDoor
-from gpulayer_mesh.runtime.livejob import open_signed
+from gpulayer_mesh.runtime.livejob import may_launch, open_signed
 from gpulayer_mesh.runtime.packets import PacketPort
 from gpulayer_mesh.runtime.peers import ADDRESSES_MAX, Peers
 from gpulayer_mesh.runtime.restarts import Restarts
@@ -260,7 +261,7 @@ class Agent:
             store=site.store,
             call=self.peers.call,
             stream=self.peers.stream,
-            open_spec=lambda chain: open_signed(chain, self.book).spec,
+            open_spec=self._open_spec,
             may_read=lambda job, peer, roles: self.restarts.may_read(job, peer, roles),
         )
         means = Means(
@@ -275,6 +276,11 @@ class Agent:
             return self.restarts
 
         return JobHost(site, restarting)
+
+    def _open_spec(self, chain: bytes) -> JobSpec:
+        attempt = open_signed(chain, self.book)
+        may_launch(attempt, self.book)
+        return attempt.spec
 
     def _job_door(self) -> JobDoor:
         return JobDoor(

@@ -10,19 +10,25 @@ and has heard, and the note that it agreed, nothing may come.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from gpulayer_mesh.core import restarts, wire
-from gpulayer_mesh.core.jobspec import JOB_ID_ALPHABET, JOB_ID_CHARS, HostPhase, JobSpec
+from gpulayer_mesh.core.jobspec import (
+    JOB_ID_ALPHABET,
+    JOB_ID_CHARS,
+    RESTARTS_MAX,
+    HostPhase,
+    JobSpec,
+)
 from gpulayer_mesh.core.roster import RosterBook
 from gpulayer_mesh.core.types import NodeId
 from gpulayer_mesh.errors import GpuLayerError, NotAllowedError, RemoteProtocolError
 from gpulayer_mesh.runtime.door import DoorRequest, Route
-from gpulayer_mesh.runtime.livejob import CHAIN_MAX, Signed, open_signed
+from gpulayer_mesh.runtime.identity import write_private
+from gpulayer_mesh.runtime.livejob import CHAIN_MAX, Signed, may_launch, open_signed
 from gpulayer_mesh.runtime.succession import bind
 
 
@@ -51,8 +57,6 @@ class Agreements:
         self._part = part
         self._heard: dict[str, float] = {}  # of an attempt, as its witness; monotonic
         root.mkdir(mode=0o700, exist_ok=True)
-        for path in root.glob("*.tmp"):
-            path.unlink()
 
     def routes(self) -> list[Route]:
         attempt = "/v1/attempts/{id}"
@@ -88,7 +92,7 @@ class Agreements:
             name=self._name,
         )
         if bound is attempt:
-            write_durably(self._root / attempt.spec.id, attempt.chain)
+            _keep(self._root / attempt.spec.id, attempt.chain)
         return bound
 
     def bound(self, attempt: str) -> Signed | None:
@@ -103,6 +107,8 @@ class Agreements:
             return open_signed((self._root / attempt).read_bytes(), self._book)
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise GpuLayerError(f"cannot read an agreement: {error}") from error
 
     def superseded(self, spec: JobSpec) -> bool:
         """Return whether this node is bound to an attempt after this one."""
@@ -115,11 +121,19 @@ class Agreements:
         if self.superseded(spec):
             raise RemoteProtocolError(f"{self._name} agreed to an attempt after {spec.id}")
 
-    def forget(self, older_s: float) -> None:
-        """Drop what is so old that nobody asks for it any more."""
+    def forget(self, older_s: float, origins: Iterable[str]) -> None:
+        """Drop what is so old that nobody asks for it any more.
+
+        Args:
+            origins: first attempts of jobs of which something is left here.
+        """
         now = time.monotonic()
         self._heard = {i: at for i, at in self._heard.items() if now - at < older_s}
+        numbers = range(1, RESTARTS_MAX + 1)
+        kept = {restarts.attempt_id(origin, number) for origin in origins for number in numbers}
         for path in self._root.iterdir():
+            if path.name in kept:
+                continue
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime > older_s:
                     path.unlink()
@@ -153,24 +167,14 @@ class Agreements:
         if not isinstance(chain, bytes):
             raise RemoteProtocolError("the signed attempt is missing")
         attempt = open_signed(chain, self._book)
+        may_launch(attempt, self._book)
         if attempt.signer != request.peer or attempt.spec.id != request.params["id"]:
             raise NotAllowedError("only who signed an attempt may ask for it")
         return attempt
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Write what must survive a crash of this machine.
-
-    Raises:
-        GpuLayerError: the disk refuses.
-    """
-    fresh = path.with_suffix(".tmp")
+def _keep(path: Path, chain: bytes) -> None:
     try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
+        write_private(path, chain)
     except OSError as error:
-        raise GpuLayerError(f"cannot write {path.name}: {error}") from error
+        raise GpuLayerError(f"cannot note an agreement: {error}") from error

@@ -131,6 +131,11 @@ class _Job:
         self.held[held.slot] = held
         self.index[held.slot] = {key_of(file): file for file in held.files}
 
+    def listed(self) -> int:
+        """Return how many files its lists name, those that are only on their way included."""
+        lists = (self.held, self.current, self.waiting, self.given_up)
+        return sum(len(one.files) for of_slot in lists for one in of_slot.values())
+
     def references(self) -> set[bytes]:
         """Return the hashes that some list needs."""
         found = {file.sha256 for held in self.held.values() for file in held.files}
@@ -456,18 +461,13 @@ class Copies:
         if order.version <= one.state(order.slot).wanted:
             return one.state(order.slot)
         wanted = _Wanted(order.version, order.files, frozenset(f.sha256 for f in order.files))
-        others = sum(
-            len(held.files)
-            for job in self._jobs.values()
-            for held in job.held.values()
-            if job is not one or held.slot != order.slot
-        )
-        if others + len(order.files) > HELD_FILES_MAX:
-            raise PlacementBusyError(f"this node holds copies of {others} files already")
         missing = {f.sha256: f.size for f in order.files if f.sha256 not in one.family.blobs}
         if missing:
             await asyncio.to_thread(check_space, self._root, sum(missing.values()))
         self._check_here(one)
+        files = sum(job.listed() for job in self._jobs.values())
+        if files + len(order.files) > HELD_FILES_MAX:
+            raise PlacementBusyError(f"this node holds copies of {files} files already")
         if wanted.version > one.state(order.slot).wanted:  # two may have come at once
             one.waiting[order.slot] = wanted
             if order.slot not in one.pulls:

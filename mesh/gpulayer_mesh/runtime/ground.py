@@ -33,7 +33,8 @@ from gpulayer_mesh.runtime.store import ChunkStore
 
 log = logging.getLogger("gpulayer.restarts")
 
-FILES_S = 120.0  # to list what was made, which is hashed, and to bring it; more, with its size
+FILES_S = 900.0  # to list what was made, which is hashed: 100 GB from a slow disk
+RESTORE_S = 120.0  # to bring it; more, with its size
 ANSWER_S = 2.0  # a node that is to take part answers a ping by then
 AGREE_S = 5.0
 RECORD_S = 3.0
@@ -173,7 +174,10 @@ class MeshGround:
         one = self._host.jobs.get(ran.spec.id)
         packed = self._means.copies.manifest(ran.spec.id)
         if one is not None and one.manifest is not None:
-            packed = one.folder.manifest_bytes()
+            try:
+                packed = one.folder.manifest_bytes()
+            except OSError as error:
+                raise GpuLayerError(f"the source cannot be read: {error}") from error
         if packed is None:
             raise NotFoundError(f"the source of job {ran.spec.id} is not here")
         manifest = open_manifest(packed, sha256=ran.spec.manifest)
@@ -192,7 +196,7 @@ class MeshGround:
                 parts[slot], parts[0] = found[slot].get(ident), found[0].get(ident)
                 for order in plan_restore(ident, parts, slot):
                     size = sum(file.size for file in order.files)
-                    limit_s = FILES_S + size / starting.STAGE_FLOOR_BYTES_S
+                    limit_s = RESTORE_S + size / starting.STAGE_FLOOR_BYTES_S
                     node = spec.slots[slot].node
                     await self.call(node, "POST", path, order, deadline_s=limit_s)
 
@@ -223,9 +227,10 @@ class MeshGround:
         """Find what an attempt has left: on its node, or else the newest copy on a voter."""
         node = ran.slots[slot].node
         here = HostAddress(node, self.addresses(node))
-        if await self.answers(node):
-            with contextlib.suppress(GpuLayerError):
-                path = f"/v1/jobs/{ran.id}/files"
+        path = f"/v1/jobs/{ran.id}/files"
+        # Of a node that is there nothing older will do: an error ends this try.
+        with contextlib.suppress(NotFoundError):
+            if await self.answers(node):
                 plain = await self.call(node, "GET", path, deadline_s=FILES_S)
                 ranks = ranks_of(ran, slot)
                 files = wire.decode_as(Outputs, plain).files

@@ -55,6 +55,7 @@ JOBS_LIVE_MAX = 256  # limit of grants in a capabilities record
 TAIL_LINES = hosted.TAIL_LINES
 
 BEFORE_START = frozenset({HostPhase.RESERVED, HostPhase.STAGING, HostPhase.STAGED})
+_GONE = ".gone-"  # in front of the names of folders that are being removed
 ASK_S = 5.0  # between questions of a part that is over to the keeper
 
 
@@ -349,7 +350,7 @@ class JobHost:
         """Forget a reservation that came to nothing: it was no job yet, lists must not fill up with
         the tries of one that waits, and its next try has the same id."""
         self.jobs.pop(one.spec.id, None)
-        shutil.rmtree(one.path, ignore_errors=True)  # one small file
+        self._remove(one.path)
 
     def _remember_secrets(self, one: LiveJob, order: GoOrder) -> None:
         """Keep what the next attempt's ranks need, in memory only."""
@@ -390,7 +391,7 @@ class JobHost:
             await asyncio.sleep(ASK_S)
             try:
                 answer = await self.site.call(one.keeper, "GET", path, deadline_s=job.CALL_S)
-                record = wire.decode_as(JobRecord, wire.unpack(answer, max_bytes=wire.SPEC_MAX))
+                record = wire.decode_as(JobRecord, wire.unpack(answer, max_bytes=wire.BODY_MAX))
             except GpuLayerError:
                 if time.monotonic() - heard >= hosted.KEEPER_SILENT_S:
                     self._keeper_lost(one, f"keeper unreachable for {hosted.KEEPER_SILENT_S:g} s")
@@ -531,6 +532,7 @@ class JobHost:
             grace_s=spec.stop_grace_s,
             raised_grace_s=job.raised_grace_s(spec),
             agent_silence_s=hosted.agent_silence_s(spec),
+            agent_silence_grace_s=hosted.agent_silence_grace_s(spec),
             secrets=tuple(order.secrets.values()),
         )
 
@@ -542,7 +544,9 @@ class JobHost:
         root = self.site.home / "jobs"
         if not root.is_dir():
             return
-        folders = [path for path in root.iterdir() if path.is_dir()]
+        for path in root.glob(f"{_GONE}*"):  # an earlier agent was removing it
+            self._background.spawn(asyncio.to_thread(shutil.rmtree, path, ignore_errors=True))
+        folders = [p for p in root.iterdir() if p.is_dir() and not p.name.startswith(_GONE)]
         for path in sorted(folders, key=lambda path: path.stat().st_mtime):
             try:
                 self._adopt(JobFolder(path))
@@ -574,13 +578,13 @@ class JobHost:
         index = slot_of(spec, self.site.node)
         manifest = folder.manifest(spec)
         if manifest is None and folder.record() is None:  # as in `_drop_reservation`
-            shutil.rmtree(folder.path, ignore_errors=True)
+            self._remove(folder.path)
             return
         record = folder.record() or JobRecord(spec, JobState.PLACING, spec.slots[0].node)
         # A shim that ended meanwhile is taken over as well: its events tell how.
         adopted = record.state not in OVER and self.site.shims.adopt(folder.path)
         if spec.restart and record.state is JobState.PLACING and not adopted:
-            shutil.rmtree(folder.path, ignore_errors=True)  # as in `_came_to_nothing`
+            self._remove(folder.path)  # as in `_came_to_nothing`
             return
         now = time.monotonic()
         if adopted:
@@ -654,7 +658,17 @@ class JobHost:
     def _forget(self, ident: str) -> None:
         one = self.jobs.pop(ident, None)
         if one is not None:
-            self._background.spawn(asyncio.to_thread(shutil.rmtree, one.path, ignore_errors=True))
+            self._remove(one.path)
+
+    def _remove(self, folder: Path) -> None:
+        """Take a job's folder away: at once by its name, for a next try may come with it."""
+        gone = folder.with_name(f"{_GONE}{folder.name}-{secrets.token_hex(8)}")
+        try:
+            folder.rename(gone)
+        except OSError as e:
+            log.warning("job folder %s cannot be removed: %s", folder.name, e)
+            return
+        self._background.spawn(asyncio.to_thread(shutil.rmtree, gone, ignore_errors=True))
 
 
 def _size_of(folder: Path) -> int:

@@ -97,7 +97,7 @@ def next_boot(home: Path) -> int:
                 hint="write a number larger than any this machine used, e.g. 1000000",
             )
         boot = int(text) + 1
-        _write(path, f"{boot}\n".encode())
+        write_private(path, f"{boot}\n".encode())
     return boot
 
 
@@ -140,10 +140,10 @@ def save_membership(identity: Identity, admission: Admission) -> MeshFiles:
 
 def _keep(identity: Identity, admission: Admission) -> MeshFiles:
     folder = identity.home / "mesh"
-    _write(folder / "ca.pem", _pem(admission.ca_certificate))
-    _write(folder / "node.pem", _pem(admission.node_certificate))
+    write_private(folder / "ca.pem", _pem(admission.ca_certificate))
+    write_private(folder / "node.pem", _pem(admission.node_certificate))
     save_peers(identity.home, {**admission.peers, **load_peers(identity.home)})
-    _write(folder / "roster", admission.roster)
+    write_private(folder / "roster", admission.roster)
     return _loaded(identity)
 
 
@@ -161,7 +161,7 @@ def save_roster(home: Path, book: RosterBook) -> None:
     path = home / "mesh" / "roster"
     with _locked(home):
         if book.examine(_read(path)).epoch < book.epoch:
-            _write(path, book.signed)
+            write_private(path, book.signed)
 
 
 def admit(
@@ -186,7 +186,7 @@ def admit(
         public = request.public_key
         der = certificates.issue_node(ca_key, public, wall=_wall(), serial=_serial())
         if signed != files.book.signed:
-            _write(identity.home / "mesh" / "roster", signed)
+            write_private(identity.home / "mesh" / "roster", signed)
     known = dict(list(peers.items())[:PEERS_MAX])
     changed = signed != files.book.signed
     return Admission(der, files.ca_certificate, signed, known, changed)
@@ -203,7 +203,7 @@ def remove_member(identity: Identity, node: NodeId) -> RosterBook:
     with _locked(identity.home):
         book = _loaded(identity).book
         signed = roster.seal_roster(ca_key, roster.without_member(book.roster, node))
-        _write(identity.home / "mesh" / "roster", signed)
+        write_private(identity.home / "mesh" / "roster", signed)
         book.offer(signed)
     return book
 
@@ -224,7 +224,7 @@ def load_peers(home: Path) -> dict[NodeId, Addresses]:
 def save_peers(home: Path, peers: Mapping[NodeId, Addresses]) -> None:
     """Remember where members were reached, best address first."""
     plain = {node: [[a.host, a.port] for a in found] for node, found in peers.items()}
-    _write(home / "mesh" / "peers.msgpack", wire.pack(plain))
+    write_private(home / "mesh" / "peers.msgpack", wire.pack(plain))
 
 
 # --- TLS -----------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def _private_dir(path: Path) -> None:
 def _create_key(path: Path) -> Ed25519PrivateKey:
     key = Ed25519PrivateKey.generate()
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    _write(path, pem)
+    write_private(path, pem)
     return key
 
 
@@ -359,7 +359,12 @@ def _read(path: Path) -> bytes:
     return data
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file that nobody else may read, whole and safe from a crash of this machine.
+
+    Raises:
+        OSError: the disk refuses; nothing half-written is left.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:

@@ -40,7 +40,14 @@ from gpulayer_mesh.errors import (
 )
 from gpulayer_mesh.runtime.door import DoorRequest, Route, Stream
 from gpulayer_mesh.runtime.hosting import BEFORE_START, JobHost
-from gpulayer_mesh.runtime.livejob import CHAIN_MAX, LiveJob, Signed, open_signed, slot_of
+from gpulayer_mesh.runtime.livejob import (
+    CHAIN_MAX,
+    LiveJob,
+    Signed,
+    may_launch,
+    open_signed,
+    slot_of,
+)
 from gpulayer_mesh.runtime.preflight import FreePorts
 from gpulayer_mesh.runtime.restoring import Restoring
 from gpulayer_mesh.runtime.staging import CHUNK_WAIT_S, StageOrder, Staging
@@ -407,11 +414,9 @@ class JobDoor:
     # --- rights ----------------------------------------------------------------------------------
 
     def _may_launch(self, attempt: Signed, peer: NodeId) -> None:
-        may = Role.LAUNCHER in self._site.book.roles(attempt.spec.submitter)
-        if not may or peer != attempt.signer:
-            raise NotAllowedError(
-                "this member may not launch jobs", hint="ask an admin of the mesh"
-            )
+        may_launch(attempt, self._site.book)
+        if peer != attempt.signer:
+            raise NotAllowedError("only who signed a job may start it")
         if Role.WORKER not in self._site.book.roles(self._site.node):
             raise NotAllowedError(f"{self._site.name} is no worker")
 

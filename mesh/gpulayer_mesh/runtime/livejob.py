@@ -35,8 +35,8 @@ from gpulayer_mesh.core.jobspec import (
 from gpulayer_mesh.core.manifest import Manifest, open_manifest, unique_chunks
 from gpulayer_mesh.core.rankenv import first_rank
 from gpulayer_mesh.core.roster import RosterBook
-from gpulayer_mesh.core.types import NodeId
-from gpulayer_mesh.errors import GpuLayerError, RemoteProtocolError
+from gpulayer_mesh.core.types import NodeId, Role
+from gpulayer_mesh.errors import GpuLayerError, NotAllowedError, RemoteProtocolError
 
 log = logging.getLogger("gpulayer.jobs")
 
@@ -240,6 +240,12 @@ def open_signed(chain: bytes, book: RosterBook) -> Signed:
         spec, signer = _open_change(change, attempts[-1], book)
         attempts.append(spec)
     return Signed(attempts[-1], signer, chain, tuple(attempts[:-1]))
+
+
+def may_launch(attempt: Signed, book: RosterBook) -> None:
+    """Raise NotAllowedError unless the submitter of a job may launch any."""
+    if Role.LAUNCHER not in book.roles(attempt.spec.submitter):
+        raise NotAllowedError("this member may not launch jobs", hint="ask an admin of the mesh")
 
 
 def _open_first(signed: bytes, book: RosterBook) -> JobSpec:

@@ -35,12 +35,13 @@ from gpulayer_mesh.errors import (
     NotFoundError,
     RemoteProtocolError,
 )
-from gpulayer_mesh.runtime.agreements import Agreements, write_durably
+from gpulayer_mesh.runtime.agreements import Agreements
 from gpulayer_mesh.runtime.background import Background
 from gpulayer_mesh.runtime.door import DoorRequest, Route
 from gpulayer_mesh.runtime.ground import RECORD_S, Means, MeshGround
 from gpulayer_mesh.runtime.hosting import JobHost
-from gpulayer_mesh.runtime.livejob import CHAIN_MAX, LiveJob, Signed, open_signed
+from gpulayer_mesh.runtime.identity import write_private
+from gpulayer_mesh.runtime.livejob import CHAIN_MAX, LiveJob, Signed, may_launch, open_signed
 from gpulayer_mesh.runtime.succession import NotRestartedError, Succession, stand_in
 
 log = logging.getLogger("gpulayer.restarts")
@@ -105,7 +106,7 @@ class Restarts:
     def adopt(self) -> None:
         """Take up what an earlier agent watched."""
         self._watches_dir.mkdir(mode=0o700, exist_ok=True)
-        for path in self._watches_dir.glob("*.tmp"):
+        for path in self._watches_dir.glob(".*"):  # half-written
             path.unlink()
         for path in self._watches_dir.iterdir():
             try:
@@ -179,7 +180,10 @@ class Restarts:
         }
         for ident in stale | (copies.jobs() & set(old)):
             copies.forget(ident)
-        self.agreements.forget(FORGET_S)
+        known = [one.spec for one in self._host.jobs.values()]
+        known += [watch.attempt.spec for watch in self._watches.values()]
+        known += [spec for ident in copies.jobs() if (spec := copies.spec(ident)) is not None]
+        self.agreements.forget(FORGET_S, map(restarts.origin_of, known))
 
     def superseded(self, spec: JobSpec) -> bool:
         """Return whether this node agreed to an attempt after this one."""
@@ -192,11 +196,14 @@ class Restarts:
             task.cancel()
 
     def job_over(self, one: LiveJob, record: JobRecord) -> None:
-        """The witnesses of a job that this node kept need not watch it any more."""
+        """Who watches a job that this node kept, or holds copies for it, need not any more."""
         path = f"/v1/watches/{one.spec.id}/drop"
-        # What a witness holds is all there is until the next attempt has copies of its own.
+        # What the others hold is all there is until the next attempt has copies of its own.
         body = wire.pack({"forget": not record.successor})
-        self._background.spawn(self._ask_all(restarts.witnesses(one.spec), path, body))
+        others = [node for node in one.spec.voters if node != self._site.node]
+        self._background.spawn(self._ask_all(others, path, body))
+        if not record.successor:
+            self._forget_copies(one.spec)
 
     def stand_in(self, one: LiveJob) -> None:
         """See to the next attempt of a job whose keeper fell silent."""
@@ -257,8 +264,7 @@ class Restarts:
     def may_read(self, ident: str, peer: NodeId, roles: tuple[Role, ...]) -> bool:
         """Return whether a member may see what a job has made: its own, its voters, and the nodes
         of the attempts after it."""
-        one, watch = self._host.jobs.get(ident), self._watches.get(ident)
-        spec = one.spec if one is not None else watch.attempt.spec if watch is not None else None
+        spec = self._spec(ident)
         if spec is None:
             return False
         if Role.ADMIN in roles or peer == spec.submitter:
@@ -276,17 +282,32 @@ class Restarts:
     async def stop_elsewhere(self, request: DoorRequest) -> None:
         """Another voter was asked to stop the job whose next attempt this node may see to."""
         ident = request.params["id"]
-        one, watch = self._host.jobs.get(ident), self._watches.get(ident)
-        spec = one.spec if one is not None else watch.attempt.spec if watch is not None else None
+        one, spec = self._host.jobs.get(ident), self._spec(ident)
         if spec is None:
             raise NotFoundError(f"no job {ident[:16]!r} on {self._site.name}")
         if request.peer not in (*spec.voters, spec.submitter):
             raise NotAllowedError("this member may not do that to this job")
+        if one is None:
+            self._unwatch(ident)
+        elif one.kept is not None:
+            by = self._site.book.members[request.peer].name
+            self._host.on_keeper(one, job.StopRequested(by))
+        elif one.current_record().state is JobState.RESTARTING:
+            self.give_up(one)
+
+    def _spec(self, ident: str) -> JobSpec | None:
+        """Return what an attempt is in which this node has a part, if only as a voter."""
+        one, watch = self._host.jobs.get(ident), self._watches.get(ident)
         if one is not None:
-            if one.kept is None and one.current_record().state is JobState.RESTARTING:
-                self.give_up(one)
-        elif watch is not None:
-            self._unwatch(ident, forget=False)
+            return one.spec
+        if watch is not None:
+            return watch.attempt.spec
+        if (held := self._means.copies.spec(ident)) is not None:
+            return held
+        with contextlib.suppress(RemoteProtocolError):  # its signer was removed
+            bound = self.agreements.bound(ident)
+            return None if bound is None else bound.spec
+        return None
 
     # --- a witness -------------------------------------------------------------------------------
 
@@ -298,13 +319,18 @@ class Restarts:
         known = self._watches.get(ident)
         if known is None or known.attempt.chain != word.spec:
             attempt = open_signed(word.spec, self._site.book)
+            may_launch(attempt, self._site.book)
             spec = attempt.spec
             if spec.id != ident or self._site.node not in restarts.witnesses(spec):
                 raise NotAllowedError(f"{self._site.name} is no witness of that job")
             if request.peer != spec.slots[0].node or spec.restart >= spec.restarts:
                 raise NotAllowedError("only the keeper of a job has it watched")
             self.agreements.refuse_superseded(spec)
-            write_durably(self._watches_dir / ident, request.body)
+            self._unwatch(ident)
+            try:
+                write_private(self._watches_dir / ident, request.body)
+            except OSError as error:
+                raise GpuLayerError(f"cannot note a job to watch: {error}") from error
             known = self._watch(attempt, word)
         elif request.peer != known.attempt.spec.slots[0].node:
             raise NotAllowedError("only the keeper of a job has it watched")
@@ -313,11 +339,22 @@ class Restarts:
     async def drop_watch(self, request: DoorRequest) -> None:
         """The keeper says that the job is over; safe to repeat."""
         order = wire.decode_as(_Drop, wire.unpack(request.body))
-        watch = self._watches.get(request.params["id"])
-        if watch is not None:
-            if request.peer != watch.attempt.spec.slots[0].node:
-                raise NotAllowedError("only the keeper of a job has it watched")
-            self._unwatch(watch.attempt.spec.id, forget=order.forget)
+        spec = self._spec(request.params["id"])
+        if spec is None:
+            return
+        if request.peer != spec.slots[0].node:
+            raise NotAllowedError("only the keeper of a job has it watched")
+        self._unwatch(spec.id)
+        if order.forget:
+            self._forget_copies(spec)
+
+    def _forget_copies(self, last: JobSpec) -> None:
+        """Drop what is held of a job that is over, of all its attempts."""
+        copies, origin = self._means.copies, restarts.origin_of(last)
+        for ident in copies.jobs():
+            spec = copies.spec(ident)
+            if spec is not None and restarts.origin_of(spec) == origin:
+                copies.forget(ident)
 
     def _watch(self, attempt: Signed, word: _Word) -> _Watch:
         watch = _Watch(attempt, word.secretive)
@@ -326,15 +363,13 @@ class Restarts:
         watch.task = self._background.spawn(self._listen(watch, word.sources))
         return watch
 
-    def _unwatch(self, ident: str, *, forget: bool) -> None:
+    def _unwatch(self, ident: str) -> None:
         watch = self._watches.pop(ident, None)
         if watch is None:
             return
         if watch.task is not None:
             watch.task.cancel()
         (self._watches_dir / ident).unlink(missing_ok=True)
-        if forget:
-            self._means.copies.forget(ident)
 
     async def _listen(self, watch: _Watch, sources: tuple[HostAddress, ...]) -> None:
         """Fetch what the next attempt needs, then wait for the keeper's silence."""
@@ -349,8 +384,9 @@ class Restarts:
                     break
         finally:
             fetching.cancel()
-        self._watches.pop(spec.id, None)
-        (self._watches_dir / spec.id).unlink(missing_ok=True)
+        if self._watches.get(spec.id) is watch:
+            del self._watches[spec.id]
+            (self._watches_dir / spec.id).unlink(missing_ok=True)
 
     async def _keeper_is_back(self, watch: _Watch, silent_s: float) -> bool:
         """See to the next attempt; whether the keeper spoke before that was begun."""
@@ -378,9 +414,11 @@ class Restarts:
                 if self.agreements.heard_at(spec.id) != heard and not watch.succeeding:
                     return True
             found = standing.result()
-        except NotRestartedError as error:
+        except GpuLayerError as error:
             log.warning("job %s, which fell silent, is not restarted: %s", spec.id, error)
         else:
+            if isinstance(found, JobRecord):  # it had ended
+                self._forget_copies(spec)
             what = found if isinstance(found, str) else found.state.value
             log.info("job %s, which fell silent: %s", spec.id, what)
         finally:
@@ -423,6 +461,9 @@ class Restarts:
             except GpuLayerError as error:
                 log.warning("job %s is not restarted: %s", ident, error)
                 failed(error.message)
+            except Exception as error:
+                failed(f"its machine {self._site.name} met a fault: {error!r}")
+                raise
             finally:
                 self._seeing.pop(ident, None)
 

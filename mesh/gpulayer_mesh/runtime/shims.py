@@ -69,6 +69,7 @@ class ShimConfig:
     grace_s: float = 30.0  # from SIGTERM to SIGKILL when the shim stops by itself
     raised_grace_s: float = 30.0  # to end by itself for a Python rank that an exception ended
     agent_silence_s: float = 300.0  # nobody watches; higher survives longer agent outages
+    agent_silence_grace_s: float = 30.0  # what the ranks get then
     secrets: tuple[str, ...] = ()  # values of 8 bytes and more that are masked in the logs
     log_limit_bytes: int = shim.LOG_MAX  # per rank
 

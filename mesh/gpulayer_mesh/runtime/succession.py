@@ -37,6 +37,7 @@ Order = TypeVar("Order")
 
 FREE_S = 240.0  # for a free node; a machine that starts again takes a minute or three
 RETRY_S = 1.0
+TICK_S = 20.0
 STAGGER_S = 20.0  # between witnesses that miss the keeper
 SHOW_S = 45.0  # for an attempt that another has started to show; above a reservation's 30 s
 
@@ -262,20 +263,38 @@ class Succession(Generic[Order]):
         return _Votes(votes, found)
 
     async def _start(self, mine: Signed) -> None:
-        spec = mine.spec
+        ticking = asyncio.create_task(self._tick())
         try:
             order = await self._ground.prepare(mine, self._ran)
-            watching = restarts.witnesses(spec)
-            holding = await asyncio.gather(*(self._held(node, mine) for node in watching))
-            may_be_followed = spec.restart < spec.restarts
-            enough = len(spec.slots) + sum(holding) >= restarts.majority(spec.voters)
-            if may_be_followed and not enough:
-                await self._ground.release(mine)
+            if not await self._is_held(mine):
                 self._problem = "its witnesses do not answer"
                 return
             await self._ground.go(mine, order)
         except GpuLayerError as error:
             self._problem = error.message
+        finally:
+            ticking.cancel()
+
+    async def _tick(self) -> None:
+        """Show that somebody is at it, for files may take long."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._say("its files are being brought to its machines")
+
+    async def _is_held(self, mine: Signed) -> bool:
+        """Have the witnesses count it as running; gives the nodes back if too few can be asked."""
+        spec = mine.spec
+        try:
+            watching = restarts.witnesses(spec)
+            holding = await asyncio.gather(*(self._held(node, mine) for node in watching))
+            enough = len(spec.slots) + sum(holding) >= restarts.majority(spec.voters)
+            if enough or spec.restart == spec.restarts:  # nothing follows the last
+                return True
+        except asyncio.CancelledError:
+            await asyncio.shield(self._ground.release(mine))
+            raise
+        await self._ground.release(mine)
+        return False
 
     async def _held(self, node: NodeId, mine: Signed) -> bool:
         try:
