@@ -24,11 +24,13 @@ from ranks import Ranks
 from torch.utils.data import DataLoader, Dataset
 
 from gpulayer import env as environment
+from gpulayer.env import RankEnv
 from gpulayer.pytorch import Callback, EarlyStopping, Module, Trainer, again, results
+from gpulayer.pytorch.callback import Checkpoint
 from gpulayer.pytorch.csvlog import MetricsFile
 from gpulayer.pytorch.model_checkpoint import ModelCheckpoint
+from gpulayer.pytorch.resume import Place
 
-pytestmark = pytest.mark.filterwarnings("ignore")
 SAMPLES, BATCH = 14, 2  # 7 batches an epoch
 FAR = 10**9
 
@@ -292,6 +294,25 @@ def test_attempt_that_a_signal_ended_is_gone_on_from_its_last_batch(
     job = Job(tmp_path / "job", monkeypatch, SCRIPTS[name]())
     assert job.run(after, signal.SIGTERM) is None
     assert job.run() == expected
+
+
+def test_only_checkpoints_of_the_same_job_are_taken_back(tmp_path: Path) -> None:
+    files = {}
+    for name, mark in (("ours", {"job": "0123456789"}), ("theirs", {"job": "1" * 10}), ("old", {})):
+        files[name] = tmp_path / f"{name}.ckpt"
+        loop = {"total_batches": 9, "position": {"place": Place.BATCH_END.value}, "again": mark}
+        torch.save({"loops": {"fit_loop": loop}}, files[name])
+
+    class Writer(Checkpoint):
+        def files(self) -> list[Path]:
+            return list(files.values())
+
+    place = RankEnv("2" * 10, None, 0, 0, 1, 0, None, None, tmp_path, 1, tmp_path / "restored")
+    began = tmp_path / "restored" / ownfiles.RESUME / "0.json"
+    began.parent.mkdir(parents=True)
+    began.write_text('{"job": "0123456789", "ckpt_path": null, "present": []}')
+    again.FitAgain(place, 0, None)._take_back([Writer()])
+    assert [name for name, file in files.items() if file.exists()] == ["theirs", "old"]
 
 
 def test_job_that_may_start_again_trains_as_any_other(
