@@ -478,7 +478,7 @@ class Copies:
     async def get_state(self, request: DoorRequest) -> CopyState:
         """Tell the node of `?slot=` how far its copies are."""
         one = self._jobs.get(request.params["id"])
-        slot = _number(request, "slot", SLOTS_MAX)
+        slot = request.number("slot", SLOTS_MAX)
         if one is None:
             return CopyState()
         if slot >= len(one.spec.slots) or one.spec.slots[slot].node != request.peer:
@@ -490,20 +490,21 @@ class Copies:
         one = self._readable(request)
         slots = sorted(one.held)
         if "slot" in request.query:
-            wanted = _number(request, "slot", SLOTS_MAX)
+            wanted = request.number("slot", SLOTS_MAX)
             slots = [slot for slot in slots if slot == wanted]
         return await asyncio.to_thread(wire.pack, tuple(one.held[slot] for slot in slots))
 
     async def get_file(self, request: DoorRequest) -> Stream:
         """Stream one file: ?slot=&area=&rank=&path=&offset=."""
         one = self._readable(request)
-        slot, rank = _number(request, "slot", SLOTS_MAX), _number(request, "rank", 2**31)
-        offset = _number(request, "offset", 2**62)
+        slot, rank = request.number("slot", SLOTS_MAX), request.number("rank", 2**31)
+        offset = request.number("offset", 2**62)
         area, path = request.query.get("area", ""), request.query.get("path", "")
         file = one.index.get(slot, {}).get((area, rank, path))
         if file is None:
             raise NotFoundError(f"no copy of {path[:200]!r}")
-        return Stream(read_pieces(lambda: self._open_blob(one, file.sha256), offset))
+        fd = self._open_blob(one, file.sha256)
+        return Stream(read_pieces(lambda: fd, offset))
 
     def _open_blob(self, one: _Job, sha256: bytes) -> int:
         fd = self.open_held(one.spec.id, sha256)
@@ -700,13 +701,6 @@ def _adopt_job(family: _Family, ident: str, sizes: dict[bytes, int]) -> _Job | N
 
 def _decode_order(body: bytes) -> CopyOrder:
     return wire.decode_as(CopyOrder, wire.unpack(body, max_bytes=wire.BODY_MAX))
-
-
-def _number(request: DoorRequest, key: str, most: int) -> int:
-    text = request.query.get(key, "0")
-    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= most):
-        raise RemoteProtocolError(f"{key}={text[:32]!r} is not in 0..{most}")
-    return int(text)
 
 
 def _make_place(one: _Job) -> None:

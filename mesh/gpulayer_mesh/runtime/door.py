@@ -65,6 +65,17 @@ class DoorRequest:
     query: Mapping[str, str]
     body: bytes  # at most the route's `max_body`
 
+    def number(self, key: str, most: int) -> int:
+        """Return a whole number of the query, 0 where it is not given.
+
+        Raises:
+            RemoteProtocolError: it is none, or above `most`.
+        """
+        text = self.query.get(key, "0")
+        if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= most):
+            raise RemoteProtocolError(f"{key}={text[:32]!r} is not in 0..{most}")
+        return int(text)
+
 
 @dataclass(frozen=True, slots=True)
 class Stream:

@@ -8,7 +8,6 @@ signed spec here as well. This module does not know how a job is run (`hosting`)
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
@@ -51,8 +50,8 @@ from gpulayer_mesh.runtime.livejob import (
 from gpulayer_mesh.runtime.preflight import FreePorts
 from gpulayer_mesh.runtime.restoring import Restoring
 from gpulayer_mesh.runtime.staging import CHUNK_WAIT_S, StageOrder, Staging
+from gpulayer_mesh.runtime.transfer import read_pieces
 
-FILE_PIECE_BYTES = 256 * 1024  # of an output file per write: bounded memory, few wake-ups
 RANKS_MAX = 1024  # named in one request for logs
 TICKET_BYTES = 8 * 1024  # three short texts of at most 1 KiB each, and ids
 
@@ -222,7 +221,7 @@ class JobDoor:
         one = self._job(request)
         _only(request, one.starter, *one.participants, *one.spec.voters)
         chunk = _chunk(request, one)
-        wait_s = _number(request, "wait", CHUNK_WAIT_S)
+        wait_s = request.number("wait", int(CHUNK_WAIT_S))
         if not await self._site.store.wait_for(chunk, wait_s):
             raise NotFoundError(f"chunk {chunk.hex()[:8]} is not here")
         return await asyncio.to_thread(self._site.store.read, chunk)
@@ -401,15 +400,15 @@ class JobDoor:
 
     async def file(self, request: DoorRequest) -> Stream:
         one = self._readable(request)
-        rank = int(_number(request, "rank", 1_000_000))
-        offset = int(_number(request, "offset", 2**62))
+        rank = request.number("rank", 1_000_000)
+        offset = request.number("offset", 2**62)
         area, path = request.query.get("area", ""), request.query.get("path", "")
         store = self._site.store
         # With its hash, also what the job has replaced meanwhile.
         fd = store.open_pinned(one.path, request.query.get("sha256", ""))
         if fd is None:
             fd = store.open_output(one.path, area, rank, path)
-        return Stream(_pieces(fd, offset))
+        return Stream(read_pieces(lambda: fd, offset))
 
     # --- rights ----------------------------------------------------------------------------------
 
@@ -478,17 +477,6 @@ def _chunk(request: DoorRequest, one: LiveJob) -> bytes:
     return chunk
 
 
-def _number(request: DoorRequest, key: str, most: float) -> float:
-    text = request.query.get(key, "0")
-    try:
-        value = float(text)
-    except ValueError:
-        raise RemoteProtocolError(f"{key}={text[:32]!r} is not a number") from None
-    if not 0 <= value <= most:
-        raise RemoteProtocolError(f"{key}={value} is not in 0..{most:g}")
-    return value
-
-
 def _numbers(text: str) -> list[int]:
     parts = text.split(",")[:RANKS_MAX]
     if not all(map(_is_number, parts)):
@@ -498,10 +486,3 @@ def _numbers(text: str) -> list[int]:
 
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 19  # 2**63 has 19 digits
-
-
-async def _pieces(fd: int, offset: int) -> AsyncIterator[bytes]:
-    with os.fdopen(fd, "rb") as file:
-        file.seek(offset)
-        while data := await asyncio.to_thread(file.read, FILE_PIECE_BYTES):
-            yield data

@@ -64,12 +64,10 @@ class ServiceDoor:
 
     async def write(self, request: DoorRequest) -> None:
         """Send bytes to the service."""
-        at = request.query.get("at", "")
-        if not (at.isascii() and at.isdigit() and len(at) < 19):
-            raise RemoteProtocolError(f"at={at[:32]!r} is no offset")
+        at = request.number("at", 2**62)
         end = request.query.get("end") == "1"
         job, name = self._service(request).spec.id, request.params["tunnel"]
-        await self._tunnels.write(name, job, int(at), request.body, end=end)
+        await self._tunnels.write(name, job, at, request.body, end=end)
 
     def _service(self, request: DoorRequest) -> LiveJob:
         one = self._host.jobs.get(request.params["id"])
