@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-import unicodedata
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from gpulayer_mesh.core import ownfiles
 from gpulayer_mesh.core.jobspec import OVER, JobRecord, JobSpec, JobState, OutputFile, Outputs
+from gpulayer_mesh.core.manifest import output_problem
 from gpulayer_mesh.core.restarts import may_follow
 from gpulayer_mesh.errors import DiscoveryError, GpuLayerError, NotFoundError, TransportError
 
@@ -331,7 +331,7 @@ def placed(
         if not 0 <= file.rank < len(hosts) or hosts[file.rank] != node:
             refused.append(f"rank {file.rank} does not run on the node that offers {file.path!r}")
             continue
-        if problem := _unsafe(file.path):
+        if problem := output_problem(file.path):
             refused.append(_stays(spec, file.rank, file.path[:200], f"its path {problem}"))
             continue
         usual = path = PurePosixPath("" if file.rank == 0 else f"rank{file.rank}", file.path)
@@ -366,19 +366,6 @@ def _text(path: bytes) -> str | bytes:
         return path.decode()
     except UnicodeDecodeError:
         return path
-
-
-def _unsafe(path: str) -> str | None:
-    """Return why a path that a peer names may not be written below a folder here.
-
-    Unlike a bundle, which must unpack on every system, an output may have any name that this one
-    can store: "loss:0.3.pt" comes home.
-    """
-    if any(unicodedata.category(char) == "Cc" for char in path):  # NUL among them
-        return "contains a control character"
-    if {"", ".", ".."} & set(path.split("/")):
-        return "is not relative and plain (no empty, '.' or '..' parts)"
-    return None
 
 
 def _stays_there(file: OutputFile) -> bool:

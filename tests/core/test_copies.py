@@ -23,6 +23,7 @@ from gpulayer_mesh.core.copies import (
     Watch,
 )
 from gpulayer_mesh.core.jobspec import JobKind, JobSpec, OutputFile, Slot
+from gpulayer_mesh.core.manifest import output_problem
 from gpulayer_mesh.core.types import Accelerator
 from gpulayer_mesh.errors import RemoteProtocolError
 
@@ -356,8 +357,8 @@ def test_bad_order_is_refused(order: CopyOrder, peer: str, node: str) -> None:
 
 
 def test_names_a_bundle_may_not_have_are_kept() -> None:
-    assert copies.path_problem("loss:0.3/con.txt") is None
-    assert copies.path_problem("\udc80") is not None
+    assert output_problem("loss:0.3/con.txt") is None
+    assert output_problem("\udc80") is not None
 
 
 def test_file_that_is_replaced_all_the_time_counts_and_stays_pinned() -> None:

@@ -15,7 +15,6 @@ folders, requests or how files travel.
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -24,7 +23,7 @@ from msgspec import Meta
 
 from gpulayer_mesh.core import wire
 from gpulayer_mesh.core.jobspec import OUTPUTS_MAX, JobSpec, OutputFile
-from gpulayer_mesh.core.manifest import PART_MAX, PATH_MAX
+from gpulayer_mesh.core.manifest import output_problem
 from gpulayer_mesh.core.rankenv import first_rank
 from gpulayer_mesh.core.types import NodeId
 from gpulayer_mesh.errors import RemoteProtocolError
@@ -76,7 +75,7 @@ class CopyOrder:
         for file in self.files:
             if file.rank not in ranks or (file.area == "work" and file.rank != ranks[0]):
                 raise RemoteProtocolError(f"file {file.path[:200]!r} is of no rank of the slot")
-            if problem := path_problem(file.path):
+            if problem := output_problem(file.path):
                 raise RemoteProtocolError(f"path {file.path[:200]!r} {problem}")
             if sizes.setdefault(file.sha256, file.size) != file.size:
                 raise RemoteProtocolError(f"content {file.sha256.hex()[:8]} has two sizes")
@@ -114,27 +113,6 @@ def ranks_of(spec: JobSpec, slot: int) -> range:
     """Return the global ranks of a slot."""
     first = first_rank(spec, slot)
     return range(first, first + spec.slots[slot].processes)
-
-
-def path_problem(path: str) -> str | None:
-    """Return why a file a job made may not be written under this path, or None when it may.
-
-    Looser than what a bundle may hold: the job has made it on a machine like ours.
-    """
-    try:
-        raw = path.encode()
-    except UnicodeEncodeError:
-        return "is not valid Unicode"
-    if len(raw) > PATH_MAX:
-        return f"is longer than {PATH_MAX} bytes"
-    if any(unicodedata.category(char) == "Cc" for char in path):
-        return "contains a control character"
-    for part in path.split("/"):
-        if part in ("", ".", ".."):
-            return "is not relative and plain (no empty, '.' or '..' parts)"
-        if len(part.encode()) > PART_MAX:
-            return f"has a part longer than {PART_MAX} bytes"
-    return None
 
 
 def within_limits(files: Iterable[OutputFile]) -> tuple[OutputFile, ...]:

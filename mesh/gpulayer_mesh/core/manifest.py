@@ -64,8 +64,11 @@ class Manifest:
         return sum(entry.size for entry in self.entries)
 
 
-def path_problem(path: str) -> str | None:
-    """Return why a path may not be in a bundle, or None when it may."""
+def output_problem(path: str) -> str | None:
+    """Return why a file that a job made may not be written under this path, or None when it may.
+
+    Looser than what a bundle may hold, which must unpack on every system: "loss:0.3.pt" may be.
+    """
     if not path:
         return "is empty"
     try:
@@ -76,15 +79,23 @@ def path_problem(path: str) -> str | None:
         return f"is longer than {PATH_MAX} bytes"
     if any(unicodedata.category(char) == "Cc" for char in path):
         return "contains a control character"
-    if "\\" in path or ":" in path:
-        return "contains a backslash or colon"
-    if unicodedata.normalize("NFC", path) != path:
-        return "is not in Unicode form NFC"
     for part in path.split("/"):
         if part in ("", ".", ".."):
             return "is not relative and plain (no empty, '.' or '..' parts)"
         if len(part.encode()) > PART_MAX:
             return f"has a part longer than {PART_MAX} bytes"
+    return None
+
+
+def path_problem(path: str) -> str | None:
+    """Return why a path may not be in a bundle, or None when it may."""
+    if problem := output_problem(path):
+        return problem
+    if "\\" in path or ":" in path:
+        return "contains a backslash or colon"
+    if unicodedata.normalize("NFC", path) != path:
+        return "is not in Unicode form NFC"
+    for part in path.split("/"):
         if part.split(".", 1)[0].rstrip(" ").casefold() in _DEVICES:
             return f"contains {part!r}, a device name on Windows"
     return None

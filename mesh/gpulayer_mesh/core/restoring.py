@@ -13,8 +13,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from gpulayer_mesh.core.copies import HeldSlot, key_of, path_problem
+from gpulayer_mesh.core.copies import HeldSlot, key_of
 from gpulayer_mesh.core.jobspec import HostAddress, JobId, OutputFile, RelPath
+from gpulayer_mesh.core.manifest import output_problem
 from gpulayer_mesh.core.types import Sha256
 from gpulayer_mesh.errors import RemoteProtocolError
 
@@ -61,7 +62,7 @@ class RestoreOrder:
         for file in self.files:
             if file.source >= len(self.sources):
                 raise RemoteProtocolError("a restore order names no source")
-            if problem := path_problem(file.path):
+            if problem := output_problem(file.path):
                 raise RemoteProtocolError(f"path {file.path[:200]!r} {problem}")
             if file.area == "out" and file.rank not in ranks:
                 raise RemoteProtocolError(f"rank {file.rank} is not on this node")
