@@ -24,13 +24,21 @@ def main(argv: list[str]) -> None:
     """Call the function that the command line names.
 
     Raises:
-        ConfigError: there is no such function, or its result cannot travel.
+        ConfigError: there is no such function, it ended the process as if all were well, or its
+            result cannot travel.
     """
     place = env.rank_env()
     if len(argv) != 2 or place is None or place.output_dir is None:
         raise ConfigError("this is run by jobs of gpulayer.submit() only")
     args, kwargs = values.unpack((env.START_DIR / ARGUMENTS).read_bytes())
-    result = resolve(argv[1])(*args, **kwargs)
+    try:
+        result = resolve(argv[1])(*args, **kwargs)
+    except SystemExit as error:
+        if error.code not in (None, 0):  # that code fails the rank, which is what was meant
+            raise
+        raise ConfigError(
+            f"{argv[1]} ended in sys.exit() and returned nothing", hint="return in its place"
+        ) from error
     if inspect.isawaitable(result):
         raise ConfigError(f"{argv[1]} is a coroutine function: call asyncio.run() in it")
     data = values.pack(result, f"the result of {argv[1]}")

@@ -138,13 +138,28 @@ class Job:
     def _read(self, home: Path, rank: int) -> Any:
         file = home / ("" if rank == 0 else f"rank{rank}") / FUNCTION_RESULT
         if not file.is_file():
-            raise JobFailedError(
-                f"job {self.id} ({self._record.spec.name}) is no function's, or its result did "
-                "not come home",
-                1,
-                hint=f"gpulayer get {self.id}",
-            )
+            raise self._without_result(rank)
         return values.unpack(file.read_bytes())
+
+    def _without_result(self, rank: int) -> JobFailedError:
+        """Return what to raise where a job succeeded, and all its files are here, but no result."""
+        from gpulayer_mesh.core.jobspec import JobKind
+
+        from gpulayer.views import rank_nodes
+
+        spec = self._record.spec
+        if spec.kind is not JobKind.FUNCTION:
+            return JobFailedError(
+                f"job {self.id} ({spec.name}) is a {spec.kind.value} job, and those return nothing",
+                1,
+                hint=f"its files: gpulayer get {self.id}",
+            )
+        return JobFailedError(
+            f"job {self.id} ({spec.name}): the process of rank {rank} on {rank_nodes(spec)[rank]} "
+            f"ended with exit code 0 before {spec.name} returned",
+            1,
+            hint="something called os._exit(0) there: return in its place",
+        )
 
 
 def submit(
@@ -221,7 +236,13 @@ def submit(
             restarts=restarts,
             extra_files={called.ARGUMENTS: file},
         )
-        return Job(_run(lambda: _start(request)), folder)
+        begun: list[JobRecord] = []
+        try:
+            return Job(_run(lambda: _start(request, begun.append)), folder)
+        except BaseException:
+            if begun:  # interrupted as it began: the caller has nothing to stop it with
+                _give_up(Job(begun[0], folder))
+            raise
 
 
 def attach(job: str) -> Job:
@@ -285,14 +306,23 @@ def _check(reference: str) -> None:
         )
 
 
-async def _start(request: JobRequest) -> JobRecord:
+async def _start(request: JobRequest, began: Callable[[JobRecord], None]) -> JobRecord:
     from gpulayer.launcher import start
     from gpulayer.ui import Ui
 
     ui = Ui()
-    record = await start(request, ui)
+    record = await start(request, ui, began=began)
     ui.note(f"job {record.spec.id} runs {record.spec.name}")
     return record
+
+
+def _give_up(job: Job) -> None:
+    from gpulayer.ui import Ui
+
+    try:
+        job.stop(kill=True)
+    except GpuLayerError as error:
+        Ui().note(f"job {job.id} may run: {error.message}; end it with: gpulayer stop {job.id}")
 
 
 def _run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:

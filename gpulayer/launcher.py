@@ -144,14 +144,21 @@ def run_job(request: JobRequest) -> JobOutcome:
     return _in_own_loop(lambda: _run_job(request))
 
 
-async def start(request: JobRequest, ui: Ui) -> JobRecord:
-    """Plan and start a job; returns once its keeper has it. Raises as `run_job`."""
+async def start(
+    request: JobRequest, ui: Ui, *, began: Callable[[JobRecord], None] = lambda record: None
+) -> JobRecord:
+    """Plan and start a job; returns once its keeper has it. Raises as `run_job`.
+
+    Args:
+        began: told of the job before anything else can end this call, Ctrl-C included.
+    """
     from gpulayer_mesh.client import MeshClient
 
     packed = await asyncio.to_thread(_pack, request)
     async with await MeshClient.connect(env.home()) as client:
         record = await _place(client, request, packed, ui)
         assert record is not None  # it is for a dry run only
+        began(record)
         ui.restarts(record.spec, client.names())
     return record
 

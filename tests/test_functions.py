@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gpulayer_mesh.client import MeshClient
+from gpulayer_mesh.core.jobspec import JobKind, JobRecord, JobState
 from gpulayer_mesh.core.ownfiles import FUNCTION_RESULT
-from gpulayer_mesh.errors import ConfigError
+from gpulayer_mesh.errors import ConfigError, TransportError
+from job_cases import JOB, node, spec
 
 import gpulayer
-from gpulayer import called, functions, values
+from gpulayer import called, functions, launcher, values
 
 
 @pytest.mark.parametrize(
@@ -125,6 +132,9 @@ def test_rank_calls_the_function_and_leaves_its_result(tmp_path: Path) -> None:
         ("f = 3", "is a int, which cannot be called"),
         ("def f(): return object()", "the result of work:f is a builtins.object"),
         ("async def f(): pass", "is a coroutine function"),
+        ("import sys\ndef f(): sys.exit()", "work:f ended in sys.exit() and returned nothing"),
+        ("import sys\ndef f(): pass\nsys.exit(0)", "work:f ended in sys.exit()"),
+        ("import sys\ndef f(): sys.exit('no data')", "no data"),
         ("import gpulayer\ndef f(): gpulayer.submit('work:f')", "submit() was called in a job"),
     ],
 )
@@ -164,6 +174,71 @@ def test_interrupt_reaches_what_runs_beside_the_loop_of_a_notebook() -> None:
         [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=30
     )
     assert done.stdout == "interrupted\n", done.stderr
+
+
+STARTED = JobRecord(spec(1, kind=JobKind.FUNCTION, name="work:f"), JobState.STARTING, node(0))
+
+
+class Client:
+    """A `MeshClient` that takes a moment to close, where it is interrupted."""
+
+    reached = True
+
+    def __init__(self) -> None:
+        self.killed: list[str] = []
+
+    async def connect(self, home: Path) -> Client:
+        return self
+
+    def names(self) -> dict[str, str]:
+        return {}
+
+    async def stop(self, job: str, *, grace_s: float | None, kill: bool) -> None:
+        if not self.reached:
+            raise TransportError("no answer")
+        assert kill
+        self.killed.append(job)
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["script", "notebook"])
+@pytest.mark.parametrize("reached", [True, False])
+def test_submit_that_is_interrupted_leaves_no_job(
+    beside: bool,
+    reached: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    client = Client()
+    client.reached = reached
+
+    async def place(*_: object) -> JobRecord:
+        os.kill(os.getpid(), signal.SIGINT)  # as the job has begun
+        return STARTED
+
+    monkeypatch.setattr(MeshClient, "connect", client.connect)
+    monkeypatch.setattr(launcher, "_place", place)
+
+    def script() -> None:
+        gpulayer.submit("work:f", root=tmp_path)
+
+    async def cell() -> None:
+        script()
+
+    def notebook() -> None:
+        with contextlib.closing(asyncio.new_event_loop()) as loop:
+            loop.run_until_complete(cell())
+
+    with pytest.raises(KeyboardInterrupt):
+        (notebook if beside else script)()
+    assert client.killed == [JOB] * reached
+    assert (f"end it with: gpulayer stop {JOB}" in capfd.readouterr().err) is not reached
 
 
 def test_importing_what_submits_does_not_import_torch() -> None:

@@ -31,6 +31,9 @@ def mean(tensor):
 def fails():
     raise LookupError("nothing there")
 
+def leaves():
+    os._exit(0)
+
 def sleeps():
     print("asleep", flush=True)
     time.sleep(600)
@@ -62,6 +65,12 @@ if __name__ == "__main__":
         assert "LookupError: nothing there" in str(error), error
     else:
         raise AssertionError("it did not fail")
+    try:
+        gpulayer.submit("work:leaves", target="box-2").result()
+    except gpulayer.JobFailedError as error:
+        assert "rank 0 on box-2 ended with exit code 0 before work:leaves ret" in str(error), error
+    else:
+        raise AssertionError("it returned something")
     asleep = gpulayer.submit(work.sleeps)
     try:
         asleep.result(timeout_s=3)
