@@ -9,12 +9,13 @@ any other: it runs on if this process ends, and any member machine can get its r
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from gpulayer_mesh.core.ownfiles import FUNCTION_RESULT
 from gpulayer_mesh.errors import ConfigError, GpuLayerError
@@ -29,6 +30,24 @@ if TYPE_CHECKING:
     from gpulayer.launcher import JobRequest
 
 T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def _plainly(function: Callable[P, T]) -> Callable[P, T]:
+    """Let its errors show the caller's line and what they say.
+
+    The frames in between are of the event loop and ours. They are many, say nothing of the job, and
+    push the line that called off the screen.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except (GpuLayerError, TimeoutError) as error:
+            raise error.with_traceback(None) from error.__cause__
+
+    return call
 
 
 class JobFailedError(GpuLayerError):
@@ -60,11 +79,13 @@ class Job:
         return f"<Job {self.id} {self._record.spec.name}>"
 
     @property
+    @_plainly
     def state(self) -> str:
         """Its state now, as `gpulayer jobs` shows it; asks the mesh."""
         self._record = _run(lambda: _asking(lambda client: client.current(self._record)))
         return self._record.state.value
 
+    @_plainly
     def result(self, timeout_s: float | None = None, *, logs: bool = True) -> Any:
         """Wait for the end and return what the function returned on rank 0.
 
@@ -77,10 +98,20 @@ class Job:
         Raises:
             JobFailedError: the function raised, or the job was stopped; with its last lines.
         """
-        return self.results(timeout_s, logs=logs)[0]
+        return self._wait(timeout_s, logs)[0]
 
+    @_plainly
     def results(self, timeout_s: float | None = None, *, logs: bool = True) -> list[Any]:
         """Return what the function returned on each rank; otherwise as `result`."""
+        return list(self._wait(timeout_s, logs))
+
+    @_plainly
+    def stop(self, *, kill: bool = False) -> None:
+        """Ask for the end of the job: its processes get their grace time, or with `kill` none."""
+        _run(lambda: _asking(lambda client: client.stop(self.id, grace_s=None, kill=kill)))
+
+    def _wait(self, timeout_s: float | None, logs: bool) -> list[Any]:
+        """Wait for the end and return what the function returned on each rank."""
         if self._results is None:
             try:
                 home = _run(lambda: _asking(lambda client: self._home(client, timeout_s, logs)))
@@ -88,11 +119,7 @@ class Job:
                 self.stop()
                 raise
             self._results = [self._read(home, rank) for rank in range(self._ranks())]
-        return list(self._results)
-
-    def stop(self, *, kill: bool = False) -> None:
-        """Ask for the end of the job: its processes get their grace time, or with `kill` none."""
-        _run(lambda: _asking(lambda client: client.stop(self.id, grace_s=None, kill=kill)))
+        return self._results
 
     def _ranks(self) -> int:
         return sum(slot.processes for slot in self._record.spec.slots)
@@ -162,6 +189,7 @@ class Job:
         )
 
 
+@_plainly
 def submit(
     function: str | Callable[..., Any],
     /,
@@ -245,6 +273,7 @@ def submit(
             raise
 
 
+@_plainly
 def attach(job: str) -> Job:
     """Return the job of this id, or of the one that begins with it; from any member machine.
 

@@ -8,18 +8,20 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from gpulayer_mesh.client import MeshClient
-from gpulayer_mesh.core.jobspec import JobKind, JobRecord, JobState
+from gpulayer_mesh.core.jobspec import Failure, JobKind, JobRecord, JobState
 from gpulayer_mesh.core.ownfiles import FUNCTION_RESULT
 from gpulayer_mesh.errors import ConfigError, TransportError
 from job_cases import JOB, node, spec
 
 import gpulayer
-from gpulayer import called, functions, launcher, values
+from gpulayer import called, functions, jobs, launcher, values
 
 
 @pytest.mark.parametrize(
@@ -204,6 +206,35 @@ class Client:
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.sleep(0)
+
+
+def test_failure_shows_the_callers_line_and_ends_in_the_ranks_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = ("Traceback (most recent call last):", '  File "work.py", line 2, in f', "KeyError: 3")
+    failure = Failure(0, "box-0", 1, "exit code 1", said)
+    failed = replace(STARTED, state=JobState.FAILED, failure=failure)
+
+    async def end(*_: object) -> JobRecord:
+        return failed
+
+    async def collect(*_: object) -> list[Path]:
+        return []
+
+    monkeypatch.setattr(MeshClient, "connect", Client().connect)
+    monkeypatch.setattr(jobs, "wait_end", end)
+    monkeypatch.setattr(jobs, "collect", collect)
+    with pytest.raises(gpulayer.JobFailedError) as caught:
+        functions.Job(STARTED, tmp_path).result(logs=False)
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert [Path(frame.filename).name for frame in frames] == ["test_functions.py", "functions.py"]
+    text = "".join(traceback.format_exception_only(caught.value)).splitlines()
+    assert text == [
+        f"gpulayer.functions.JobFailedError: job {JOB} (work:f) failed: rank 0 on box-0: "
+        "exit code 1",
+        *(f"  {line}" for line in said),
+        f"hint: gpulayer logs {JOB}",
+    ]
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["script", "notebook"])
