@@ -151,8 +151,13 @@ class _Line:
         for member in snapshot.members:
             standing = self.standings.get(member.node)
             grants = member.grants if standing is None else standing.grants
-            # What a try of our own left there, the next one replaces.
-            grants = tuple(grant for grant in grants if grant.job != self.who.job)
+            if member.node in self.silent:
+                grants = ()  # nobody knows; that it is silent stands in `kept`
+            # What a try of our own left there, the next one replaces; one of somebody who waits as
+            # we do is no job that runs, and stands in `kept`.
+            ahead = standing.ahead if standing is not None else ()
+            waits = {self.who.job, *(ticket.job for ticket in ahead)}
+            grants = tuple(grant for grant in grants if grant.job not in waits)
             members.append(replace(member, grants=grants))
         return replace(snapshot, members=tuple(members))
 

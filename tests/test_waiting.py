@@ -156,15 +156,21 @@ def test_free_nodes_are_taken_at_once_and_without_a_ticket(boxes: Boxes) -> None
 
 def test_line_of_the_queue_names_place_need_and_holders_and_comes_once(boxes: Boxes) -> None:
     boxes.ahead[1] = (OLDER,)
-    took, error = boxes.wait(later={30.0: free(boxes, 0), 40.0: free(boxes, 1)} | {
-        50.5: lambda: boxes.ahead.__setitem__(1, ())
+
+    def try_older() -> None:
+        """Whoever is first has its reservation here, and may have to give it back."""
+        boxes.grants[1] = (Grant(OLDER.job, 2, (), "laptop-2"),)
+
+    took, error = boxes.wait(later={20.0: free(boxes, 1), 30.0: free(boxes, 0)} | {
+        35.0: try_older, 40.0: free(boxes, 1), 50.5: lambda: boxes.ahead.__setitem__(1, ())
     })  # fmt: skip
     assert error is None
     assert 50.5 <= took <= 50.5 + 2 * waiting.POLL_S
-    busy = f"box-0 busy with job {HELD.job} from laptop-3 (1 processes asked, 0 free)"
+    busy = f"busy with job {HELD.job} from laptop-3 (1 processes asked, 0 free)"
     kept = f"box-1 kept for job {OLDER.job} from laptop-2, which came first"
     assert boxes.said == [
-        f"queued #2: needs 2 nodes; {busy}; {kept}",
+        f"queued #2: needs 2 nodes; box-0, box-1 {busy}",
+        f"queued #2: needs 2 nodes; box-0 {busy}; {kept}",
         f"queued #2: needs 2 nodes; {kept}",
     ]
     assert {ticket.number for _, ticket in boxes.taken} == {OLDER.number + 1}

@@ -435,10 +435,13 @@ def test_node_that_is_kept_for_others_is_busy_and_can_take_part_later() -> None:
         plan(Request(2), snapshot, kept)
     assert why(caught.value.refusals, "a") == Refusal("a", kept[snapshot.members[0].node], False)
     assert caught.value.counted == ("b",)
-    # What can never do it is not excused by a queue.
+    # What can never do it is not excused by a queue, and what runs there is named before that.
     with pytest.raises(PlacementError) as impossible:
         plan(Request(2, 99), snapshot, kept)
     assert not isinstance(impossible.value, PlacementBusyError)
+    full = mesh(member("a", grants=(Grant("k9", 8),)))
+    with pytest.raises(PlacementBusyError, match="a busy with job k9"):
+        plan(Request(), full, kept)
 
 
 def test_candidates_are_free_and_busy_nodes_of_the_best_accelerator() -> None:

@@ -122,7 +122,8 @@ def plan(request: Request, snapshot: Snapshot, kept: Mapping[NodeId, str] | None
     """Choose nodes and devices.
 
     Args:
-        kept: nodes that are not for this job yet, and why: somebody else comes first there.
+        kept: nodes that are not for this job yet, and why: somebody else comes first there. What
+            a node runs is a better reason, as nobody gets it before that has ended.
 
     Raises:
         ConfigError: the request itself makes no sense.
@@ -273,7 +274,7 @@ def _look(
             attempt.refused.append(Refusal(member.name, "has not told what it has yet", False))
             continue
         devices, processes, why = _part(request, accelerator, member, caps)
-        if member.node in kept and (why is None or not why[1]):
+        if member.node in kept and why is None:
             why = (kept[member.node], False)
         if member.node == snapshot.answered_by:
             rtt_ms = 0.0
