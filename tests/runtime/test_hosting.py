@@ -258,6 +258,18 @@ async def test_unknown_job_is_not_found(mesh: Mesh) -> None:
             await box.ask(who, method, path, job=JOB)
 
 
+async def test_reservation_that_comes_and_goes_is_logged_once(
+    mesh: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    (box,) = await mesh.start("box-0")
+    caplog.set_level("INFO", "gpulayer.jobs")
+    for attempt in range(3):
+        await mesh.stage(mesh.spec(attempt=attempt), HostPhase.RESERVED)
+        await box.ask("laptop", "POST", f"/v1/jobs/{JOB}/release", {"attempt": attempt})
+    assert box.reservations.grants == ()
+    assert caplog.messages == [f"job {JOB}: reserved 1 process(es) for laptop"]
+
+
 # --- the queue -----------------------------------------------------------------------------------
 
 OLDER, YOUNGER = "1" * 10, "2" * 10

@@ -136,6 +136,7 @@ class JobHost:
         self.tickets = Tickets(site.name)  # read only for others
         self._queue_file = site.home / "queue"
         self._queue_saved: tuple[str, ...] = ()  # its jobs, in order
+        self._told = ""  # the last reservation in the log
         self._wake = asyncio.Event()
         self._background = Background(log)
 
@@ -260,9 +261,10 @@ class JobHost:
         self._prune()
         self._wake.set()
         self.site.changed()
-        log.info(
-            "job %s: reserved %d process(es) for %s", spec.id, slot.processes, spec.submitter_name
-        )
+        told = f"job {spec.id}: reserved {slot.processes} process(es) for {spec.submitter_name}"
+        if told != self._told:  # one that lacks votes, or another node, tries it every few seconds
+            self._told = told
+            log.info("%s", told)
         return one
 
     def touch(self, one: LiveJob) -> None:

@@ -426,12 +426,15 @@ class Restarts:
         return False
 
     async def _fetch_bundle(self, spec: JobSpec, sources: tuple[HostAddress, ...]) -> None:
+        told = ""
         while True:
             try:
                 await self._means.copies.fetch_bundle(spec, sources)
                 return
             except GpuLayerError as error:
-                log.warning("job %s: its source cannot be had: %s", spec.id, error)
+                if error.message != told:
+                    told = error.message
+                    log.warning("job %s: its source cannot be had: %s", spec.id, told)
                 await asyncio.sleep(WATCH_S)
 
     # --- as a keeper -----------------------------------------------------------------------------
