@@ -56,7 +56,14 @@ _PARTIAL_MAX_S = 1.0
 _LEFTOVER_GRACE_S = 0.5
 _SWEEP_S = 5.0  # until a process that SIGKILL does not end is reported instead of waited for
 _STATUS_RETRY_S = 60.0  # on a full disk, how long the last events are tried before giving up
-_DRAIN_MAX = 1024 * 1024  # bytes still read at a rank's end; a pipe holds 64 KiB by default
+_DRAIN_MAX = 1024 * 1024  # bytes still read at a rank's end; no pipe of ours holds more
+# A wake-up for every few KiB of a flood costs a rank beside it more than the copying. So a busy
+# pipe may fill for some milliseconds before the next read, and one that fills soon is made larger.
+_PAUSE_MAX_S = 0.005  # higher saves little, and all lines beside a flood come so much later
+_PAUSE_MIN_S = 0.00025  # the first one: what a rank at 1 GB/s writes meanwhile still fits
+_ROOMY, _TIGHT = 1 / 8, 3 / 8  # of a pipe, in bytes; pieces of half a page fill one at a half
+_PIPE_NARROW = 16 * 1024  # bytes; where the system does not say: macOS begins with it
+_PIPE_WIDE = 1024 * 1024  # the most that Linux gives to anybody, and to a user 64 times
 _HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rank_hook")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _OOM_SCORE = b"300"  # so that the kernel ends a rank before the agent or the desktop
@@ -148,15 +155,31 @@ class _Stream:
         self._log = log
         self._partial = b""
         self._since = 0.0  # when the first byte of `_partial` came
+        self._widened = False
+        self._capacity = _pipe_capacity(fd)
+        self.fill = 0.0  # the part of the pipe that the last read found in use
 
     def read(self, now: float) -> int | None:
-        """Take what is there; None at the end of the stream, else the number of bytes."""
-        try:
-            data = os.read(self.fd, DATA_MAX)
-        except BlockingIOError:
-            return 0
-        if not data:
-            return None
+        """Take what the pipe can hold; None at the end of the stream, else the number of bytes."""
+        taken = 0
+        more = True
+        while more and taken < self._capacity:
+            room = DATA_MAX + 1 - len(self._partial)
+            try:
+                data = os.read(self.fd, room)
+            except BlockingIOError:
+                break
+            if not data:
+                return None
+            self._take(data, now)
+            taken += len(data)
+            more = len(data) == room
+        self.fill = taken / self._capacity
+        if self.fill > _TIGHT:
+            self._widen()
+        return taken
+
+    def _take(self, data: bytes, now: float) -> None:
         if not self._partial:
             self._since = now
         self._partial += data
@@ -168,7 +191,12 @@ class _Stream:
             self._log.write(self._kind, self._partial[:cut])
             self._partial = self._partial[cut:]
             self._since = now
-        return len(data)
+
+    def _widen(self) -> None:
+        if sys.platform == "linux" and not self._widened:
+            self._widened = True
+            with contextlib.suppress(OSError):  # the user's pipes hold too much already
+                self._capacity = fcntl.fcntl(self.fd, fcntl.F_SETPIPE_SZ, _PIPE_WIDE)
 
     def flush(self, older_than: float) -> None:
         """Write the unfinished line if its first byte came before `older_than`."""
@@ -225,6 +253,7 @@ class Shim:
         self._stop_seen: object = None
         self._lease_seen: object = None
         self._lease_at = self._next_poll = self._next_lease = 0.0
+        self._pause_s = 0.0  # before the next look at the pipes
         self._oom_kills = _oom_kills()
         self._libc: Any = None
 
@@ -253,15 +282,22 @@ class Shim:
                 time.sleep(_POLL_S)
 
     def _turn(self) -> None:
+        if self._pause_s:
+            time.sleep(self._pause_s)
+        asked = time.monotonic()
         ready = self._selector.select(_POLL_S)
         now = time.monotonic()
+        fill = 0.0
         for key, _ in ready:
             if isinstance(key.data, _Rank):
-                if key.data.streams[key.fd].read(now) is None:
+                stream = key.data.streams[key.fd]
+                if stream.read(now) is None:
                     self._close(key.data, key.fd)
+                fill = max(fill, stream.fill)
             else:
                 with contextlib.suppress(BlockingIOError):
                     os.read(key.fd, 4096)
+        self._pause_s = _next_pause_s(self._pause_s, now - asked, fill)
         self._note_exits(now)
         for rank in self._ranks:
             over = rank.exited_at is not None and now - rank.exited_at >= _LEFTOVER_GRACE_S
@@ -635,6 +671,26 @@ def _child_setup(shim: int, libc: Any) -> Callable[[], None]:
     return setup
 
 
+def _pipe_capacity(fd: int) -> int:
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            return fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ)
+    return _PIPE_NARROW
+
+
+def _next_pause_s(pause_s: float, waited_s: float, fill: float) -> float:
+    """How long to let the pipes fill, after `pause_s` and a wait left the fullest at `fill`.
+
+    Doubles while there is room and ends at once where there is little: no rank may have to wait
+    for our sake.
+    """
+    if waited_s > _PAUSE_MAX_S or fill > _TIGHT:  # in quiet times each line is taken as it comes
+        return 0.0
+    if fill > _ROOMY:
+        return pause_s
+    return min(max(2 * pause_s, _PAUSE_MIN_S), _PAUSE_MAX_S)
+
+
 def _pieces(data: bytes) -> Iterator[bytes]:
     start = 0
     while start < len(data):
@@ -689,6 +745,9 @@ def main() -> None:
     shim = Shim(os.path.abspath(sys.argv[1]), json.loads(data))
     if os.fork():
         os._exit(0)  # the agent gets its child back at once; the shim belongs to init
+    # glibc gives the end of its heap back after each large block that is freed, and faults it in
+    # again for the next one, page by page. Having seen a larger one go, it keeps as much.
+    bytes(2 * _PIPE_WIDE)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -212,6 +213,83 @@ def test_full_disk_drops_whole_records_and_says_so(
         (4, LogStream.ERR, b"Traceback\n"),
         (5, LogStream.OUT, b"after\n"),
     ]
+
+
+def _stream(tmp_path: Path, *secrets: bytes) -> tuple[shim._Stream, int]:
+    """A stream and the end of its pipe that a rank has."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    log = shim._RankLog(str(tmp_path / "log"), 3, shim.LOG_MAX, list(secrets))
+    return shim._Stream(reader, shim.OUT, log), writer
+
+
+def _fill(fd: int, data: bytes) -> int:
+    """Write what the pipe takes, in pieces as a rank does."""
+    written = 0
+    with contextlib.suppress(BlockingIOError):
+        while written < len(data):
+            written += os.write(fd, data[written : written + 10_000])
+    return written
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_full_pipe_is_read_in_one_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
+) -> None:
+    stream, writer = _stream(tmp_path, b"hunter2hunter2")
+    if refused:
+        real = shim.fcntl.fcntl
+
+        def fcntl(fd: int, order: int, *size: int) -> int:
+            if size:
+                raise PermissionError(1, "Operation not permitted")
+            return real(fd, order)
+
+        monkeypatch.setattr(shim.fcntl, "fcntl", fcntl)
+    lines = b"".join(b"%d hunter2hunter2\n" % i for i in range(200_000))
+    sent = widest = 0
+    while sent < len(lines):
+        held = _fill(writer, lines[sent:])
+        assert stream.read(0.0) == held
+        assert stream.read(0.0) == 0
+        sent += held
+        widest = max(widest, held)
+    stream.flush(float("inf"))
+    if sys.platform == "linux":
+        assert refused or widest > 10 * 64 * 1024
+    records = RecordParser().feed((tmp_path / "log").read_bytes())
+    assert [record.seq for record in records] == list(range(1, len(records) + 1))
+    assert all(record.data.endswith(b"\n") for record in records)
+    assert b"".join(record.data for record in records) == lines.replace(b"hunter2hunter2", b"***")
+    os.close(writer)
+    assert stream.read(0.0) is None
+    os.close(stream.fd)
+
+
+def test_unfinished_line_takes_no_more_memory_than_a_record(tmp_path: Path) -> None:
+    stream, writer = _stream(tmp_path)
+    line = b"first\n" + "\u2603".encode() * 700_000
+    sent = 0
+    while sent < len(line):
+        sent += _fill(writer, line[sent:])
+        stream.read(0.0)
+        assert len(stream._partial) <= shim.DATA_MAX
+    stream.flush(float("inf"))
+    records = RecordParser().feed((tmp_path / "log").read_bytes())
+    assert "".join(record.data.decode() for record in records).encode() == line
+    os.close(writer)
+    os.close(stream.fd)
+
+
+def test_pause_grows_while_the_pipe_has_room_and_ends_when_it_has_little() -> None:
+    pauses = [0.0]
+    for _ in range(8):
+        pauses.append(shim._next_pause_s(pauses[-1], 0.0, 0.1))
+    assert pauses == [0.0, 0.00025, 0.0005, 0.001, 0.002, 0.004, 0.005, 0.005, 0.005]
+    assert shim._next_pause_s(0.002, 0.0, 0.2) == 0.002
+    assert shim._next_pause_s(0.002, 0.0, 0.4) == 0.0
+    assert shim._next_pause_s(0.005, 0.04, 0.01) == 0.0  # quiet again
 
 
 # Its traceback is out, and for its peers it lives on.
