@@ -38,11 +38,13 @@ from gpulayer.pytorch.resume import Place
 
 if TYPE_CHECKING:
     from gpulayer.env import RankEnv
+    from gpulayer.pytorch.module import Module
     from gpulayer.pytorch.trainer import Trainer
 
 _LOGS, _ROOTS = "logs.json", "roots.json"
 # Copies take a file that stayed the same for two of their looks, 2 s apart, and then its transfer.
 REST_S = 10.0
+LATE_S = 600.0  # with no checkpoint: a fit that is shorter can well begin again
 _chosen: list[str] = []  # log folders, by this process, so far
 # In which order checkpoints of one batch are written; one in a batch trains that one again.
 _PLACES = (Place.BATCH_END, Place.VALIDATION, Place.VALIDATED, Place.NEXT, Place.EPOCH_END,
@@ -100,6 +102,7 @@ class FitAgain:
         # Of one that was written and is to count: when, and the name of what lies beside it.
         self._pending: tuple[tuple[int, Place], str] | None = None
         self._resting, self._rests_s = "", float("-inf")  # what lies beside it, and since when
+        self._late_s = float("inf")  # when to say that there is no checkpoint yet
         self.checkpoint = None if place.restored is None else _newest(place.restored, call)
         self.again = place.restored is not None
         self.saving_end = self.end_is_saved = False
@@ -137,6 +140,19 @@ class FitAgain:
                 "fit begins at its start",
                 stacklevel=2,
             )
+
+    def training(self, trainer: Trainer) -> None:
+        """Note that batches come now; on rank 0 the first checkpoint is waited for."""
+        comes = any(one.can_go_on() for one in trainer.checkpoint_callbacks)  # else that was said
+        if trainer.is_global_zero and comes and not trainer.fast_dev_run:
+            self._late_s = monotonic() + LATE_S
+
+    def _tell_late(self, trainer: Trainer) -> None:
+        self._late_s = float("inf")
+        trainer._say(
+            f"no checkpoint in {LATE_S / 60:.0f} min of training: a restart now would begin "
+            "before them; ModelCheckpoint(train_time_interval=timedelta(minutes=5)) saves sooner"
+        )
 
     def _ended(self) -> bool:
         """Return whether the script had come to a later fit: then this one wrote nothing late."""
@@ -188,7 +204,10 @@ class FitAgain:
     def commit(self, trainer: Trainer) -> None:
         """Have the checkpoint count that was taken last, if there is a new one; on rank 0."""
         if self._pending is None:
+            if monotonic() >= self._late_s:
+                self._tell_late(trainer)
             return
+        self._late_s = float("inf")
         (at, beside), self._pending = self._pending, None
         if at == _moment(trainer):
             temporary = self._kept(f"{beside}.tmp")
@@ -253,6 +272,9 @@ class Keeper(Checkpoint):
 
         for name in ("train_batch", "validation", "train_epoch", "train"):
             setattr(self, f"on_{name}_end", self._commit)
+
+    def on_train_start(self, trainer: Trainer, pl_module: Module) -> None:
+        self._fit.training(trainer)
 
     def _commit(self, trainer: Trainer, *_: Any) -> None:
         self._fit.commit(trainer)

@@ -354,6 +354,33 @@ def test_fit_that_saves_nothing_to_go_on_from_says_so(
     assert len(said) == warned
 
 
+@pytest.mark.parametrize(
+    ("callback", "told"),
+    [
+        (None, 1),  # at the end of an epoch, that is the seventh batch
+        (lambda: ModelCheckpoint(every_n_train_steps=1), 0),
+        (lambda: ModelCheckpoint(save_weights_only=True), 0),  # said when the fit began
+    ],
+)
+def test_fit_whose_first_checkpoint_is_far_away_says_so_once(
+    callback: Any,
+    told: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    minutes = itertools.count(step=60.0)
+    monkeypatch.setattr(again, "LATE_S", 300.0)
+    monkeypatch.setattr(again, "monotonic", lambda: next(minutes))
+    given = (lambda: []) if callback is None else (lambda: [callback()])
+    script = fit_of(given, accumulate_grad_batches=1, val_check_interval=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Job(tmp_path, monkeypatch, script).run()
+    captured = capsys.readouterr()
+    assert (captured.out + captured.err).count("no checkpoint in 5 min of training") == told
+
+
 def test_rows_that_did_not_arrive_are_missed_aloud(tmp_path: Path) -> None:
     earlier = tmp_path / "earlier.csv"
     earlier.write_text("loss,step\r\n1.0,0\r\n2.0,1\r\n")
