@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +14,7 @@ import pytest
 from gpulayer_mesh import client as clients
 from gpulayer_mesh.client import MeshClient
 from gpulayer_mesh.core import wire
-from gpulayer_mesh.core.jobspec import HostPhase, JobRecord, JobSpec, JobState
+from gpulayer_mesh.core.jobspec import HostPhase, JobRecord, JobSpec, JobState, OutputFile
 from gpulayer_mesh.core.logrecord import LogRecord, LogStream
 from gpulayer_mesh.core.restarts import Change, next_spec
 from gpulayer_mesh.errors import GpuLayerError, NotFoundError, TransportError
@@ -129,6 +132,27 @@ async def test_lines_that_cannot_be_had_are_missed_aloud(
 FIRST = spec(1, 1, restarts=3, voters=(node(0), node(1), node(2)))
 SECOND = next_spec(FIRST, Change(1, FIRST.slots, FIRST.voters))
 THIRD = next_spec(SECOND, Change(2, FIRST.slots, FIRST.voters))
+
+
+class Offering(MeshClient):
+    """A node's file of one byte."""
+
+    def __init__(self) -> None:
+        self.dialer: Any = SimpleNamespace(stream=self.stream)
+
+    def addresses(self, node: str) -> tuple[()]:
+        return ()
+
+    async def stream(self, *_: str | tuple[()]) -> AsyncIterator[bytes]:
+        yield b"x"
+
+
+@pytest.mark.parametrize("executable", [False, True])
+async def test_program_that_a_job_made_comes_home_as_one(executable: bool, tmp_path: Path) -> None:
+    job = JobRecord(spec(1), JobState.SUCCEEDED, node(0))
+    file = OutputFile("out", 0, "run", 1, hashlib.sha256(b"x").digest(), executable)
+    await Offering().fetch(job, node(0), file, tmp_path / "run")
+    assert os.access(tmp_path / "run", os.X_OK) is executable
 
 
 class Knowing(MeshClient):

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import os
+import stat
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -637,6 +638,8 @@ class MeshClient:
         part.unlink(missing_ok=True)
         try:
             await self._fetch_into(part, record, node, file)
+            if file.executable:
+                part.chmod(part.stat().st_mode | stat.S_IXUSR)
             part.replace(dest)
         finally:
             part.unlink(missing_ok=True)

@@ -54,8 +54,8 @@ def sha(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def stamp(size: int = 1, mtime_ns: int = 1, inode: int = 1) -> Stamp:
-    return Stamp(size, mtime_ns, inode)
+def stamp(size: int = 1, mtime_ns: int = 1, inode: int = 1, *, executable: bool = False) -> Stamp:
+    return Stamp(size, mtime_ns, inode, executable)
 
 
 def listed(
@@ -121,6 +121,15 @@ def test_file_being_rewritten_stays_listed_only_where_the_holder_has_it() -> Non
     watch.scan(6, {OUT: stamp(5)})
     watch.hashed(OUT, stamp(5), sha("12345"), pinned=False)
     assert watch.listed({sha("x")}) == (listed("12345"),)
+
+
+def test_file_that_becomes_a_program_is_listed_as_one() -> None:
+    watch, program = known(), stamp(executable=True)
+    for now in (4, 6):
+        fresh = watch.scan(now, {OUT: program})
+    assert fresh == [OUT]
+    watch.hashed(OUT, program, sha("x"), pinned=False)
+    assert watch.listed(()) == (replace(listed("x"), executable=True),)
 
 
 def test_file_that_is_gone_stays_until_what_replaces_it_can_be_listed() -> None:

@@ -21,7 +21,7 @@ from gpulayer_mesh.errors import RemoteProtocolError
 JOB = "0123456789"
 A, B = HostAddress("a" * 64, ()), HostAddress("b" * 64, ())
 ZERO = (
-    OutputFile("out", 0, "last.ckpt", 1, b"1" * 32),
+    OutputFile("out", 0, "last.ckpt", 1, b"1" * 32, executable=True),
     OutputFile("out", 1, "other", 1, b"2" * 32),
     OutputFile("work", 0, "made.txt", 1, b"3" * 32),
 )
@@ -34,7 +34,7 @@ def test_slot_gets_its_own_files_in_place_and_rank_zeros_besides() -> None:
     assert order.sources == (B, A)
     assert order.files == (
         RestoreFile("out", 2, "mine", 1, b"4" * 32, 0, 1),
-        RestoreFile("restored", 0, "last.ckpt", 1, b"1" * 32, 1, None),
+        RestoreFile("restored", 0, "last.ckpt", 1, b"1" * 32, 1, None, executable=True),
     )
     assert [file.from_area for file in order.files] == ["out", "out"]
     order.check(range(2, 4))

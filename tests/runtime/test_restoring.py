@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from copy_nodes import JOB, SHIPPED, Net, Node, listed, ranks, spec_of
 from gpulayer_mesh.core.jobspec import HostAddress, OutputFile
+from gpulayer_mesh.core.manifest import Manifest
 from gpulayer_mesh.core.restoring import RestoreOrder, SlotSource, plan_restore
 from gpulayer_mesh.errors import BundleError, GpuLayerError, RemoteProtocolError, TransportError
 from gpulayer_mesh.runtime import restoring as runtime
+from gpulayer_mesh.runtime.store import ChunkStore
 from shim_jobs import eventually
 
 NEXT = "1" * 10
@@ -216,6 +218,16 @@ async def test_shipped_program_stays_executable(net: Net) -> None:
     await restore(a, *plan_restore(JOB, (live(a, listed(b"#!/bin/sh\n", "a.txt", "work")),), 0))
     path = a.job_dir(NEXT) / "work/a.txt"
     assert (path.read_bytes(), stat.S_IMODE(path.stat().st_mode)) == (b"#!/bin/sh\n", 0o755)
+
+
+async def test_program_that_the_job_made_is_executable_again(net: Net) -> None:
+    a = net.node("a")
+    a.write("out/rank0/run", b"#!/bin/sh\n")
+    (a.job_dir(JOB) / "out/rank0/run").chmod(0o755)
+    file, _ = ChunkStore.scan_outputs(a.job_dir(JOB), Manifest(), 0).files
+    await restore(a, *plan_restore(JOB, (live(a, file),), 0))
+    for name in ("out/rank0/run", "restored/run"):
+        assert stat.S_IMODE((a.job_dir(NEXT) / name).stat().st_mode) == 0o700
 
 
 async def test_file_may_have_become_a_folder_and_a_folder_a_file(net: Net) -> None:

@@ -49,6 +49,7 @@ class Stamp:
     size: int
     mtime_ns: int
     inode: int
+    executable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +232,8 @@ class Watch:
             if area == "work" and self._shipped.get(path) == known.sha256:
                 continue
             if self._is_there(key, known) or known.sha256 in kept:
-                files.append(OutputFile(area, rank, path, known.stamp.size, known.sha256))
+                size, runs = known.stamp.size, known.stamp.executable
+                files.append(OutputFile(area, rank, path, size, known.sha256, runs))
         return within_limits(files)
 
     def _is_there(self, key: FileKey, known: _Known) -> bool:

@@ -187,6 +187,7 @@ class OutputFile:
     path: RelPath
     size: Annotated[int, Meta(ge=0)]
     sha256: Sha256
+    executable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

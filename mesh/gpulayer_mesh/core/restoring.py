@@ -38,6 +38,7 @@ class RestoreFile:
     sha256: Sha256
     source: Annotated[int, Meta(ge=0, lt=SOURCES_MAX)]  # index into the order's sources
     slot: Annotated[int, Meta(ge=0, lt=1024)] | None  # of the copies there; None: its own files
+    executable: bool = False
 
     @property
     def from_area(self) -> str:
@@ -142,7 +143,16 @@ def plan_restore(
                 continue
             area = "restored" if restored else file.area
             files.append(
-                RestoreFile(area, file.rank, file.path, file.size, file.sha256, index, found.slot)
+                RestoreFile(
+                    area,
+                    file.rank,
+                    file.path,
+                    file.size,
+                    file.sha256,
+                    index,
+                    found.slot,
+                    file.executable,
+                )
             )
     return tuple(
         RestoreOrder(job, tuple(sources), tuple(files[start : start + ORDER_FILES_MAX]))

@@ -239,13 +239,15 @@ class _Fetch:
         """Give a complete file its name; what was shipped under it lends its mode."""
         *parents, name = _parts(file)
         folder = self._folder(parents)
+        mode = 0o600
         try:
             with contextlib.suppress(FileNotFoundError):
-                mode = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
-                if stat.S_ISDIR(mode):
+                there = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+                if stat.S_ISDIR(there):
                     shutil.rmtree(name, dir_fd=folder)
-                elif stat.S_ISREG(mode):
-                    os.chmod(fresh, mode & 0o777)
+                elif stat.S_ISREG(there):
+                    mode = there & 0o777
+            os.chmod(fresh, mode | stat.S_IXUSR if file.executable else mode)
             os.rename(fresh, name, dst_dir_fd=folder)
         finally:
             os.close(folder)

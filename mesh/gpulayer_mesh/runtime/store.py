@@ -242,6 +242,7 @@ class ChunkStore:
             try:
                 with open(ChunkStore.open_output(job_dir, area, rank, path), "rb") as file:
                     digest, size = hashlib.sha256(), 0
+                    runs = _runs(os.fstat(file.fileno()))
                     while data := file.read(_READ_BYTES):
                         digest.update(data)
                         size += len(data)
@@ -251,7 +252,7 @@ class ChunkStore:
                 continue
             known = shipped.get(path) if area == "work" else None
             if known is None or known.sha256 != digest.digest():
-                found.append(OutputFile(area, rank, path, size, digest.digest()))
+                found.append(OutputFile(area, rank, path, size, digest.digest(), runs))
         return Outputs(tuple(found), tuple(stayed), more)
 
     @staticmethod
@@ -415,7 +416,11 @@ def make_dirs(root: int, parts: list[str], mode: int = 0o755, *, instead: bool =
 
 
 def _stamp(about: os.stat_result) -> Stamp:
-    return Stamp(about.st_size, about.st_mtime_ns, about.st_ino)
+    return Stamp(about.st_size, about.st_mtime_ns, about.st_ino, _runs(about))
+
+
+def _runs(about: os.stat_result) -> bool:
+    return bool(about.st_mode & stat.S_IXUSR)
 
 
 def _area_dir(job_dir: Path, area: str, rank: int) -> Path:
