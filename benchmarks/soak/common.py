@@ -108,6 +108,12 @@ class Soak:
 
     # What was found
 
+    def came_to(self, job: Job, end: str) -> None:
+        self.ends[end] += 1
+        if self.evidence is not None:
+            with (self.evidence / "jobs").open("a") as file:
+                file.write(f"{job.name} {end}, attempts {job.attempts()}, after {job.harms}\n")
+
     def violate(self, job: Job, what: str) -> None:
         tail = "\n    ".join(job.launcher.output().splitlines()[-6:])
         text = f"{job.name} after {job.harms}: {what}\n    {tail}"

@@ -94,10 +94,10 @@ class Kills(Soak):
         if record is None:
             assert not job.attempts(), "ranks started, and no node knows the job"
             assert job.launcher_killed or job.launcher.returncode != 0, "ended well without a job"
-            self.ends["never placed"] += 1
+            self.came_to(job, "never placed")
             return
         until(lambda: not self.left_of(job, [record["job"]]), LEFT_S)
-        self.ends[record["state"]] += 1
+        self.came_to(job, record["state"])
         self.check_outcome(job, record, hurt)
         self.check_lines(job, record, hurt)
         started_once(job)

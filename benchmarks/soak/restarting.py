@@ -71,7 +71,6 @@ class Restarting(Soak):
         # Enough for every harm, and for one more try each that comes to nothing; or too few.
         self.restarts = self.rng.choice((1, 2 * harms + 1, 2 * harms + 1))
         self.allowed = 0
-        self.early = False
         self.hit = -1  # the newest attempt when something happened that may end it
         self.hits: list[tuple[str, float]] = []  # kind and time of what may end an attempt
         self.gone: dict[str, list[float]] = {}  # host -> when it was lost or cut off
@@ -179,7 +178,6 @@ class Restarting(Soak):
             self.allowed += 1 if settled else 2
             self.hit = attempt
             self.hits.append((kind, time.clock_gettime(time.CLOCK_BOOTTIME)))
-        self.early |= not job.attempts() or not job.all_print(0)
         stage = f"while attempt {attempt} runs" if settled else f"after attempt {attempt} began"
         at = time.clock_gettime(time.CLOCK_BOOTTIME)
         job.harms.append(f"{at:.1f} {kind}{how} {stage if attempt >= 0 else 'before the start'}")
@@ -219,7 +217,7 @@ class Restarting(Soak):
         if not final:
             assert not job.attempts(), "ranks started, and no node knows the job"
             assert job.launcher_killed or job.launcher.returncode != 0, "ended well without a job"
-            self.ends["never placed"] += 1
+            self.came_to(job, "never placed")
             return
         idents = [record["job"] for record in final]
         until(lambda: not self.left_of(job, idents), LEFT_S)
@@ -227,7 +225,7 @@ class Restarting(Soak):
             self.bring_back()
         until(self.ready, END_S)
         until(lambda: all(one["state"] in FINAL for one in self.records_of(job)), LEFT_S)
-        self.ends[final[0]["state"]] += 1
+        self.came_to(job, final[0]["state"])
         self.ends["restarts"] += max(job.attempts(), default=0)
         started_once(job)
         never_two_at_once(job)
@@ -277,13 +275,10 @@ class Restarting(Soak):
         if state == "succeeded":
             assert job.ended_by_itself(last), "a success of ranks that did not end"
             assert job.planned == 0, f"a success, and a rank ended with {job.planned}"
-        elif job.planned or self.early:
-            if job.planned and not self.early:
-                assert state == "failed", why
-                assert used, f"{why}: not started again"
-        else:
+        elif job.attempts():
+            assert state == "failed", why
             assert used, f"{why}: not started again"
-            assert self.allowed > self.restarts, f"{why}: harms explain {self.allowed}"
+            assert job.planned or self.allowed > last, f"{why}: harms explain {self.allowed}"
         ended_badly = self.restarts if job.planned else 0
         assert last <= self.allowed + ended_badly, f"{why}: harms explain {self.allowed}"
         if not job.launcher_killed and re.search(r"^gpulayer: job \w+ ", launcher.output(), re.M):
