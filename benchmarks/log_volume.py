@@ -202,17 +202,18 @@ def stamp(stream: IO[str], lines: list[tuple[float, str]]) -> None:
 
 
 def shim_use() -> str:
-    """CPU time of the shim, while there is one."""
+    """CPU time of the shim and how often it was woken or interrupted, while there is one."""
     for one in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if shim.__file__ in one.cmdline():
                 times = one.cpu_times()
-                return f"{times.user + times.system:.1f} s"
+                switches = sum(one.num_ctx_switches())
+                return f"{times.user + times.system:.1f} s and {switches} context switches"
     return ""
 
 
 def await_end(job: str) -> str:
-    """Return the shim's CPU time. Asks rarely: it must not be what is measured."""
+    """Return what the shim used. Asks rarely: it must not be what is measured."""
     end = time.monotonic() + 180
     used = ""
     while time.monotonic() < end:
