@@ -2,18 +2,20 @@
 
 Every host is a network namespace on one bridge, with what real machines have and products
 stumble over: a host name that resolves to 127.0.1.1, a `docker0` with the same address
-everywhere, IPv6 as the kernel gives it, a home and a temporary folder of its own. The bridge has
-a namespace too, so the machine's own network is never touched.
+everywhere, IPv6 as the kernel gives it, a home and a temporary folder of its own, process ids of
+its own for what `popen` and `run` start. The bridge has a namespace too, so the machine's own
+network is never touched.
 
-It does not know GPUlayer, nor pytest. Hosts share process ids, clock, disk, machine id and
-/dev/shm with the machine: only what is named above is theirs. Standard library only; needs root,
-and the tools `ip`, `tc`, `iptables` and `unshare`.
+It does not know GPUlayer, nor pytest. Hosts share clock, disk, machine id and /dev/shm with the
+machine: only what is named above is theirs. Standard library only; needs root, and the tools
+`ip`, `tc`, `iptables`, `mount` and `unshare`.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import itertools
 import os
 import re
@@ -32,7 +34,10 @@ DECOY = "172.17.0.1"  # docker0's address, the same on every host
 
 _NETNS = Path("/run/netns")  # where `ip netns` keeps names
 _NETNS_ETC = Path("/etc/netns")  # `ip netns exec` binds files in here over those in /etc
-_TOOLS = ("ip", "tc", "iptables", "ip6tables", "unshare")
+_TOOLS = ("ip", "tc", "iptables", "ip6tables", "mount", "unshare")
+_CLONE_NEWPID = 0x20000000  # of <linux/sched.h>
+# Process 1 of a host. The kernel reaps what ends there while SIGCHLD is ignored.
+_INIT = ("sh", "-c", "trap '' CHLD TERM INT HUP; exec sleep infinity")
 _NAMES = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 _OWNED = re.compile(r"gpl(\d+)x\d+(?:-.*)?")  # gpl<pid>x<n> is the switch, ...-<host> the hosts
 # A host's processes must not learn how the test run itself was started.
@@ -102,6 +107,7 @@ class Host:
         self._container = f"container{index}"
         self._started: list[Process] = []
         self._log_number = itertools.count()
+        self._init: Process | None = None
         inherited = {k: v for k, v in os.environ.items() if not _NOT_INHERITED.match(k)}
         self.env: dict[str, str] = inherited | {
             "PATH": f"{Path(sys.executable).parent}:{inherited.get('PATH', os.defpath)}",
@@ -112,8 +118,9 @@ class Host:
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """Return the command line that runs argv on this host, from the machine's own shell."""
-        # Each step replaces the process by the next, so a signal to it reaches the program.
-        rename = 'echo "$0" >/proc/sys/kernel/hostname && exec "$@"'
+        # Each step replaces the process by the next, so a signal to it reaches the program. The
+        # mount is of the namespace that `ip netns exec` makes.
+        rename = 'mount -t proc proc /proc && echo "$0" >/proc/sys/kernel/hostname && exec "$@"'
         inside = ["unshare", "--uts", "--", "sh", "-c", rename, self.name]
         return ["ip", "netns", "exec", self.namespace, *inside, *argv]
 
@@ -139,6 +146,7 @@ class Host:
             if stdout is None:
                 log = self.folder / "logs" / f"{next(self._log_number)}-{Path(argv[0]).name}.log"
                 stdout = stack.enter_context(log.open("wb"))
+            stack.enter_context(_children_in(f"/proc/{self._first_process().pid}/ns/pid"))
             process = Process(
                 self.command(argv),
                 cwd=cwd or self.home,
@@ -187,18 +195,47 @@ class Host:
             raise AssertionError(f"{list(argv)} ended with {done.returncode}:\n{stdout}{stderr}")
         return done
 
+    def _first_process(self) -> Process:
+        """Switch the host on if it is off: process 1 makes its process ids, and ends all of them."""
+        if self._init is None or self._init.poll() is not None:
+            nothing = subprocess.DEVNULL
+            with _children_in(None):
+                self._init = Process(
+                    self.command(_INIT),
+                    stdin=nothing,
+                    stdout=nothing,
+                    stderr=nothing,
+                    start_new_session=True,
+                )
+            self._started.append(self._init)
+        return self._init
+
     def processes(self, containing: str = "") -> list[int]:
-        """Return the pids of all that runs on this host, optionally by a piece of command line."""
+        """Return the pids of all that runs on this host, optionally by a piece of command line.
+
+        They are the machine's, not those that the host's own programs know.
+        """
+        first = self._init.pid if self._init else 0
         return [
             pid
             for pid in _pids_in(self.namespace)
-            if not containing or containing in _command_line(pid)
+            if pid != first and (not containing or containing in _command_line(pid))
         ]
+
+    def pid_of(self, inside: int) -> int:
+        """Return the machine's number of the process that this host knows by `inside`."""
+        for pid in self.processes():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                numbers = re.search(r"^NSpid:(.*)$", Path(f"/proc/{pid}/status").read_text(), re.M)
+                if numbers and int(numbers[1].split()[-1]) == inside:
+                    return pid
+        raise LanError(f"no process {inside} on {self.name}")
 
     def kill_all(self, deadline_s: float = 10.0) -> None:
         """Pull the power plug: SIGKILL to everything on this host, and wait until it is gone."""
         _kill_all_in(self.namespace, deadline_s)
-        for process in self._started:
+        # Process 1 is the last: it ends when nobody has to fetch any of the others.
+        for process in sorted(self._started, key=lambda process: process is self._init):
             process.wait(deadline_s)
             for stream in (process.stdin, process.stdout, process.stderr):
                 if stream is not None:
@@ -375,6 +412,26 @@ def _run(*argv: str, input: str | None = None) -> None:
 
 def _ip(*argv: str, input: str | None = None) -> None:
     _run("ip", *argv, input=input)
+
+
+@contextlib.contextmanager
+def _children_in(pid_namespace: str | None) -> Iterator[None]:
+    """Have what this thread starts meanwhile live in a PID namespace; None makes a new one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def enter(path: str) -> int:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            return int(libc.setns(fd, _CLONE_NEWPID))
+        finally:
+            os.close(fd)
+
+    if (enter(pid_namespace) if pid_namespace else libc.unshare(_CLONE_NEWPID)) != 0:
+        raise LanError(f"no PID namespace: {os.strerror(ctypes.get_errno())}")
+    try:
+        yield
+    finally:
+        assert enter("/proc/self/ns/pid") == 0
 
 
 def _pids_in(namespace: str) -> list[int]:

@@ -242,6 +242,29 @@ def test_processes_are_those_of_the_host_only(mended: Lan) -> None:
     assert mended["box-2"].processes() == [second.pid]
 
 
+def test_host_has_process_ids_of_its_own_and_reaps_its_orphans(mended: Lan) -> None:
+    box = mended["box-1"]
+    orphan = "import os; print('pid', os.getpid(), len([n for n in os.listdir('/proc') if n.isdigit()]))"
+    script = f"""
+import os, subprocess, sys, time
+if os.fork() == 0:
+    subprocess.Popen([sys.executable, "-c", {orphan!r}], start_new_session=True)
+    os._exit(0)
+time.sleep(60)
+"""
+    program = box.popen([sys.executable, "-c", script])
+    inside, seen = map(int, program.expect(r"pid (\d+) (\d+)", 10).groups())
+    assert inside < 100
+    assert seen <= 4  # with the first, its child that nobody has reaped, and the host's process 1
+    end = time.monotonic() + 10
+    while len(box.processes()) > 1:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    with pytest.raises(lan_module.LanError):
+        box.pid_of(inside)
+    assert box.pid_of(2) == program.pid
+
+
 def test_close_leaves_nothing(make_lan: Callable[..., Lan]) -> None:
     begin = time.monotonic()
     with Lan(["one", "two"]) as lan:

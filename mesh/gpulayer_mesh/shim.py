@@ -417,7 +417,9 @@ class Shim:
         peak_mib = usage.ru_maxrss // unit // 1024
         oom = signum == signal.SIGKILL and not rank.stopped and _oom_kills() > self._oom_kills
         if oom:
-            rank.log.note(f"killed by the kernel: out of memory (peak {peak_mib} MiB)")
+            limit_mib = _memory_limit_mib()
+            sizes = f"peak {peak_mib} MiB, limit {limit_mib} MiB"
+            rank.log.note(f"killed by the kernel: out of memory ({sizes})")
         rank.log.close()
         rank.gone = True
         self._event(
@@ -729,6 +731,28 @@ def _oom_kills() -> int:
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return 0
+
+
+def _memory_limit_mib() -> int:
+    """Return what the kernel grants this process: the lowest limit of its groups, or all there is.
+
+    Linux only, with control groups of either version.
+    """
+    limits_bytes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with contextlib.suppress(OSError), open("/proc/self/cgroup", encoding="utf-8") as file:
+        for line in file:
+            _, kinds, path = line.rstrip("\n").split(":", 2)
+            if kinds and "memory" not in kinds.split(","):
+                continue
+            top, name = ("memory/", "memory.limit_in_bytes") if kinds else ("", "memory.max")
+            # The groups around it count as well; in a container not all of the path is there.
+            parts = [part for part in path.split("/") if part]
+            for depth in range(len(parts) + 1):
+                group = "/".join(parts[:depth])
+                with contextlib.suppress(OSError, ValueError):
+                    with open(f"/sys/fs/cgroup/{top}{group}/{name}", encoding="ascii") as limit:
+                        limits_bytes.append(int(limit.read()))  # or "max"
+    return min(limits_bytes) // 2**20
 
 
 def _encode(text: str) -> bytes:

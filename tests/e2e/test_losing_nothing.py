@@ -159,7 +159,7 @@ def test_killed_rank_is_named_with_its_signal_and_the_others_are_stopped(mesh: L
         job.expect(rf"^\[{rank}\|\S+\] up$", 60)
     name = host_of(mesh, job, 1).name
     ranks = {rank["rank"]: rank for rank in newest_job(mesh)["ranks"]}  # type: ignore[attr-defined]
-    os.kill(ranks[1]["pid"], signal.SIGKILL)
+    os.kill(mesh.lan[name].pid_of(ranks[1]["pid"]), signal.SIGKILL)
     assert job.wait(20) == 128 + 9, job.output()
     said = rf"rank 1 on {name} failed: killed by signal 9 \(SIGKILL\).*memory"
     assert re.search(said, job.output()), job.output()

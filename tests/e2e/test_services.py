@@ -83,7 +83,7 @@ def test_service_is_reached_through_the_mesh_and_comes_back(mesh: LanMesh) -> No
     where, pid, path = used.stdout.split()[:3]
     assert (where, path) == ("box-2", "/where")
 
-    os.kill(int(pid), signal.SIGKILL)  # processes of hosts are seen from here
+    os.kill(mesh.lan[where].pid_of(int(pid)), signal.SIGKILL)
     until(lambda: listed(mesh)[0]["restarts"] == 1 and listed(mesh)[0]["state"] == "healthy", 30)
     assert listed(mesh)[0]["last_end"] == "signal 9 (SIGKILL)"
 

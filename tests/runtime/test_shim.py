@@ -10,9 +10,11 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import lan
 import psutil
 import pytest
 from gpulayer_mesh import shim
@@ -21,7 +23,7 @@ from gpulayer_mesh.core.hosted import RankExited, ShimDone, ShimLost
 from gpulayer_mesh.core.logrecord import LogStream, RecordParser
 from gpulayer_mesh.errors import GpuLayerError
 from gpulayer_mesh.runtime.shims import RankCommand
-from shim_jobs import Job, eventually, is_running
+from shim_jobs import DEADLINE_S, Job, eventually, is_running
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 SLEEP = "import time; print('up'); time.sleep(600)"
@@ -416,6 +418,35 @@ async def test_stop_is_polite_first_and_final_after_the_grace(tmp_path: Path) ->
     assert not job.survivors()
 
 
+CHILD = """
+import signal, sys, time
+signal.signal(15, lambda *_: print("child was told", flush=True))
+print("child up", flush=True)
+while True:
+    time.sleep(600)
+"""
+PARENT = f"""
+import signal, subprocess, sys, time
+def on_term(*_):
+    time.sleep(0.3)  # longer than a signal to the group would take
+    print("main saved with its child", "gone" if child.poll() else "there", flush=True)
+    sys.exit(0)
+signal.signal(15, on_term)
+child = subprocess.Popen([sys.executable, "-c", {CHILD!r}])
+time.sleep(600)
+"""
+
+
+async def test_stop_is_told_to_the_main_process_alone_and_ends_the_rest(tmp_path: Path) -> None:
+    job = await Job(tmp_path, PARENT).start()
+    await job.wait_for_output(b"child up")
+    job.runner.stop(job.dir, 30)
+    (end,) = await job.run(ShimDone)
+    assert (end.code, end.stopped) == (0, True)
+    assert await job.output() == b"child up\nmain saved with its child there\n"
+    assert not job.survivors()
+
+
 async def test_rank_that_failed_before_the_stop_is_not_called_stopped(tmp_path: Path) -> None:
     job = await Job(tmp_path, "raise SystemExit(5)", SLEEP).start()
     first = await job.until(RankExited)
@@ -616,6 +647,176 @@ def test_reused_process_number_is_not_signalled(monkeypatch: pytest.MonkeyPatch)
     finally:
         stranger.kill()
         stranger.wait()
+
+
+# Runs in a PID namespace, where the next process gets the number we want.
+REUSES = """
+import os, signal, subprocess
+from gpulayer_mesh import shim
+
+NUMBER = 77
+
+def take(ours):
+    with open("/proc/sys/kernel/ns_last_pid", "w") as last:
+        last.write(str(NUMBER - 1))
+    env = {"GPULAYER_COOKIE": "ours"} if ours else {}
+    process = subprocess.Popen(["/bin/sleep", "600"], env={"A": "b"} | env)
+    assert process.pid == NUMBER
+    while not open(f"/proc/{NUMBER}/environ").read():  # the program is still being loaded
+        pass
+    return process
+
+def end(process):
+    process.kill()
+    process.wait()
+
+class Hands:
+    def __init__(self, moment):
+        self.moment, self.holder, self.changed = moment, take(True), False
+
+    def change_at(self, moment):
+        if moment == self.moment and not self.changed:
+            end(self.holder)
+            self.holder, self.changed = take(False), True
+
+pidfd_open, send = os.pidfd_open, signal.pidfd_send_signal
+
+def opens(pid):
+    hands.change_at("before the handle")
+    handle = pidfd_open(pid)
+    hands.change_at("before the second look")
+    return handle
+
+def sends(handle, number):
+    hands.change_at("before the signal")
+    send(handle, number)
+
+os.pidfd_open, signal.pidfd_send_signal = opens, sends
+survived = 0
+for moment in ("before the handle", "before the second look", "before the signal", "never") * 100:
+    hands = Hands(moment)
+    assert shim.kill_leftovers("ours", None) == [NUMBER]
+    if hands.changed:
+        assert hands.holder.poll() is None, moment
+        survived += 1
+        end(hands.holder)
+    else:
+        assert moment == "never" and hands.holder.wait(10) == -9
+print("strangers that live:", survived)
+"""
+
+# Process numbers come round again every few hundred starts, while ranks and what they left end.
+SMALL_SPACE = """
+import asyncio, os, pathlib, sys, threading
+from gpulayer_mesh.core.hosted import RankExited
+from gpulayer_mesh.runtime.shims import RankCommand, ShimConfig, ShimRunner
+
+with open("/proc/sys/kernel/pid_max", "w") as most:
+    most.write("400")
+FAMILY = "sleep 600 & setsid sleep 600 & setsid sh -c 'sleep 600 & sleep 600' & exec sleep 0.05"
+numbers, ended, over = [], [], threading.Event()
+
+def strangers():
+    while not over.is_set():
+        pid = os.posix_spawn("/bin/true", ["true"], {}, setsid=True)
+        numbers.append(pid)
+        ended.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+async def main():
+    runner, ranks = ShimRunner(), []
+    for job in range(4):
+        folder = pathlib.Path(sys.argv[1], str(job))
+        (folder / "work").mkdir(parents=True)
+        env = {"PATH": os.environ["PATH"]}
+        commands = tuple(
+            RankCommand(rank, ("sh", "-c", FAMILY), env, str(folder)) for rank in range(5)
+        )
+        await runner.start(folder, ShimConfig(ranks=commands, cookie=f"job{job}", grace_s=5.0))
+        if job % 2:
+            runner.kill(folder)
+        async for event in runner.watch(folder):
+            if isinstance(event, RankExited):
+                ranks.append(event)
+    over.set()
+    return ranks
+
+churn = threading.Thread(target=strangers)
+churn.start()
+try:
+    ranks = asyncio.run(main())
+finally:
+    over.set()
+    churn.join()
+left = [open(f"/proc/{n}/cmdline").read() for n in os.listdir("/proc") if n.isdigit()]
+assert not [line for line in left if line.startswith(("sh", "sleep"))], left
+assert len(ranks) == 20
+assert set(ended) == {0}, set(ended)
+assert len(numbers) > 2 * len(set(numbers)), (len(numbers), len(set(numbers)))
+print("strangers that ended by themselves:", len(ended))
+"""
+
+
+@pytest.mark.parametrize(("driver", "least"), [(REUSES, 300), (SMALL_SPACE, 500)])
+def test_no_stranger_is_killed_where_process_numbers_are_reused(
+    tmp_path: Path, driver: str, least: int
+) -> None:
+    if (why := lan.why_unavailable()) is not None:
+        pytest.skip(f"no PID namespace: {why}")
+    inside = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+    done = subprocess.run(
+        [*inside, sys.executable, "-c", driver, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.rpartition(" ")[2]) >= least
+
+
+@pytest.fixture
+def small_group(tmp_path: Path) -> Iterator[Path]:
+    """A control group with 200 MiB; without swap, so that its limit is one."""
+    top = Path("/sys/fs/cgroup")
+    version_2 = (top / "cgroup.controllers").exists()
+    group = (top if version_2 else top / "memory") / f"gpl-{tmp_path.name}-{os.getpid()}"
+    try:
+        if version_2 and "memory" not in (top / "cgroup.subtree_control").read_text().split():
+            pytest.skip("no memory limits can be set here")
+        group.mkdir()
+        limit = "memory.max" if version_2 else "memory.limit_in_bytes"
+        (group / limit).write_text(str(200 * 2**20))
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    yield group
+    end = time.monotonic() + DEADLINE_S
+    while (group / "cgroup.procs").read_text():  # the shim has said its last word, and ends
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    group.rmdir()
+
+
+@linux_only
+async def test_rank_without_memory_is_told_from_one_that_somebody_killed(
+    tmp_path: Path, small_group: Path
+) -> None:
+    """The limit holds for all, as in a container; the kernel takes the rank, not the shim."""
+    grows = "print('up'); x = []\nwhile True: x.append(b'1' * 2**20)"
+    job = Job(tmp_path, grows, SLEEP)
+    (small_group / "cgroup.procs").write_text(str(os.getpid()))
+    try:
+        await job.start()
+    finally:
+        (small_group.parent / "cgroup.procs").write_text(str(os.getpid()))
+    end = await job.until(RankExited)
+    assert (end.rank, end.signal, end.stopped) == (0, 9, False)
+    assert end.memory_peak_mib is not None
+    assert 100 < end.memory_peak_mib <= 200
+    (said,) = job.runner.tail_lines(job.dir, 0, 20)
+    sizes = f"peak {end.memory_peak_mib} MiB, limit 200 MiB"
+    assert said == f"killed by the kernel: out of memory ({sizes})"
+    await job.wait_for_output(b"up", 1)
+    job.runner.kill(job.dir)
+    await job.run(ShimDone)
 
 
 def test_record_header_is_23_bytes() -> None:
