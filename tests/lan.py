@@ -196,7 +196,7 @@ class Host:
         return done
 
     def _first_process(self) -> Process:
-        """Switch the host on if it is off: process 1 makes its process ids, and ends all of them."""
+        """Switch the host on if it is off; the process ids of all others come from this one."""
         if self._init is None or self._init.poll() is not None:
             nothing = subprocess.DEVNULL
             with _children_in(None):

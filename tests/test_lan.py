@@ -244,7 +244,8 @@ def test_processes_are_those_of_the_host_only(mended: Lan) -> None:
 
 def test_host_has_process_ids_of_its_own_and_reaps_its_orphans(mended: Lan) -> None:
     box = mended["box-1"]
-    orphan = "import os; print('pid', os.getpid(), len([n for n in os.listdir('/proc') if n.isdigit()]))"
+    orphan = "import os; seen = [name for name in os.listdir('/proc') if name.isdigit()];"
+    orphan += "print('pid', os.getpid(), len(seen))"
     script = f"""
 import os, subprocess, sys, time
 if os.fork() == 0:

@@ -748,10 +748,9 @@ def _memory_limit_mib() -> int:
             # The groups around it count as well; in a container not all of the path is there.
             parts = [part for part in path.split("/") if part]
             for depth in range(len(parts) + 1):
-                group = "/".join(parts[:depth])
-                with contextlib.suppress(OSError, ValueError):
-                    with open(f"/sys/fs/cgroup/{top}{group}/{name}", encoding="ascii") as limit:
-                        limits_bytes.append(int(limit.read()))  # or "max"
+                group = f"/sys/fs/cgroup/{top}{'/'.join(parts[:depth])}"
+                with contextlib.suppress(OSError, ValueError), open(f"{group}/{name}") as limit:
+                    limits_bytes.append(int(limit.read()))  # or "max"
     return min(limits_bytes) // 2**20
 
 

@@ -87,7 +87,8 @@ class LanMesh:
 
     def ranks(self) -> list[int]:
         """Return the pids on all boxes that are neither agents nor their own children."""
-        agents = {pid for box in self.boxes for pid in box.processes("gpulayer-agent")}
+        ours = ("gpulayer-agent", "torch_probe.py")
+        agents = {pid for box in self.boxes for one in ours for pid in box.processes(one)}
         return [pid for box in self.boxes for pid in box.processes() if pid not in agents]
 
 

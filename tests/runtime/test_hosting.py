@@ -7,8 +7,11 @@ is a dictionary. Requests pass the same checks as at the door, whose own tests a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import itertools
 import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -639,6 +642,54 @@ async def test_job_that_did_not_start_is_history_for_a_new_agent(mesh: Mesh) -> 
     assert box.reservations.grants == ()
     with pytest.raises(RemoteProtocolError, match="not staged"):
         await box.ask("laptop", "POST", "go", ORDER)
+
+
+LOADERS = """
+import os, time
+for worker in range(4):
+    if os.fork() == 0:
+        if worker % 2:
+            os.setsid()
+        while True:  # no parent's end disturbs it
+            time.sleep(600)
+print("up", flush=True)
+while True:
+    time.sleep(600)
+"""
+
+
+ORDERS = list(itertools.permutations(("agent", "shim", "rank")))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+async def test_no_worker_of_a_rank_survives_whatever_is_killed_in_whatever_order(
+    mesh: Mesh, order: tuple[str, ...]
+) -> None:
+    (box,) = await running(mesh, mesh.spec(code=LOADERS))
+    folder = str(box.work)
+    (rank,) = [one.pid for one in box.host.jobs[JOB].report().ranks]
+    shim = psutil.Process(rank).ppid()
+    assert len(_working_in(folder)) == 5
+    for victim in order:
+        if victim == "agent":
+            await box.crash()
+        else:
+            with contextlib.suppress(ProcessLookupError):  # it went with the one before
+                os.kill(shim if victim == "shim" else rank or 0, signal.SIGKILL)
+    (box,) = await mesh.start("box-0")
+    async with asyncio.timeout(10):
+        await eventually(lambda: not _working_in(folder))
+    await eventually(lambda: box.state() is JobState.FAILED)
+    assert box.reservations.grants == ()
+
+
+def _working_in(folder: str) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cwd() == folder:
+                found.append(process.pid)
+    return found
 
 
 @pytest.mark.parametrize("why", ["submitter removed", "spec damaged", "record damaged"])

@@ -197,8 +197,8 @@ class JobDoor:
         """Take the bundle's manifest; answer which chunks are not here yet."""
         one = self._started(request)
         manifest = await asyncio.to_thread(open_manifest, request.body, sha256=one.spec.manifest)
-        one.take_manifest(manifest)
         one.folder.save_manifest(request.body)
+        one.take_manifest(manifest)
         self._host.on_host(one, hosted.StageBegan())
         return {"missing": await asyncio.to_thread(self._site.store.missing, list(one.chunks))}
 

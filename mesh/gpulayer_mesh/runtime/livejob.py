@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -59,7 +60,11 @@ class JobFolder:
         """
         try:
             path.mkdir(parents=True, mode=0o700)
-            (path / "spec").write_bytes(signed)
+            try:
+                (path / "spec").write_bytes(signed)
+            except OSError:
+                shutil.rmtree(path, ignore_errors=True)  # half a spec is in the next try's way
+                raise
         except OSError as e:
             raise GpuLayerError(f"cannot store the job: {e}") from e
         return cls(path)
@@ -132,7 +137,17 @@ class JobFolder:
         return open_manifest(data, sha256=spec.manifest)
 
     def save_manifest(self, packed: bytes) -> None:
-        (self.path / "manifest").write_bytes(packed)
+        """Keep what is going to be shipped.
+
+        Raises:
+            GpuLayerError: the disk refuses.
+        """
+        fresh = self.path / "manifest.tmp"
+        try:
+            fresh.write_bytes(packed)
+            fresh.replace(self.path / "manifest")
+        except OSError as e:
+            raise GpuLayerError(f"cannot store the manifest: {e}") from e
 
 
 @dataclass(frozen=True, slots=True)
