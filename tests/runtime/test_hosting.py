@@ -419,6 +419,31 @@ async def test_chunk_that_nobody_has_ends_the_job_here(mesh: Mesh) -> None:
     assert "cannot be had" in report.problem
 
 
+async def test_full_disk_is_told_and_leaves_no_half_job(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (box,) = await mesh.start("box-0")
+    real, full = Path.write_bytes, ["spec"]
+
+    def write_bytes(path: Path, data: bytes) -> int:
+        if path.name.partition(".")[0] in full:
+            real(path, data[:10])
+            raise OSError(28, "No space left on device")
+        return real(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    with pytest.raises(GpuLayerError, match=r"cannot store the job: .*No space left"):
+        await mesh.stage(mesh.spec(), HostPhase.RESERVED)
+    assert box.seen() == (None, [], (), ())
+    full[:] = ["manifest"]
+    with pytest.raises(GpuLayerError, match=r"cannot store the manifest: .*No space left"):
+        await mesh.stage(mesh.spec(), HostPhase.STAGING)
+    assert box.phase() is HostPhase.RESERVED
+    full.clear()
+    await mesh.stage(mesh.spec())
+    assert box.phase() is HostPhase.STAGED
+
+
 async def test_go_needs_the_staged_keeper_and_may_be_repeated(mesh: Mesh) -> None:
     first, second = await mesh.start("box-0", "box-1")
     spec = mesh.spec("box-0", "box-1", code=WAITS)
