@@ -1,14 +1,19 @@
-"""Keeper and hosts against loss, delay, duplicates, crashes, stops, and agents that come back.
+"""Keeper and hosts against a bad network, machines that crash or sleep, and agents that die.
 
-500 seeds in virtual time; `--configurations N` plays N times as many. Promises: a node starts its
-ranks at most once, in all lives of its agent; the job ends and every surviving node agrees that
-nothing of it is left; every reservation is freed; success means that every rank really finished; a
-rank that failed for its own reason is never passed over for one that lost its peer; how a rank
-ended is recorded as it was, also if it ended while its agent was away.
+500 seeds in virtual time; `--configurations N` plays N times as many. Messages are late, lost or
+doubled, nodes cut off; each node has a clock of its own, which stands still or jumps while the
+machine sleeps; agents are killed and started anew, stopped for a while, or lose machine or network,
+at any time and at each of POINTS: as something was taken in, and before and after each thing that
+is done about it. Promises: a node starts its ranks at most once, in all lives of its agent; the job
+ends and every surviving node agrees that nothing of it is left; no ranks outlive it for long; every
+reservation is freed; success means that every rank really finished; a rank that failed for its own
+reason is never passed over for one that lost its peer; how a rank ended is recorded as it was, also
+if it ended while its agent was away.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import random
@@ -17,13 +22,43 @@ from dataclasses import replace
 
 import pytest
 from gpulayer_mesh.core import hosted, job
-from gpulayer_mesh.core.jobspec import HostPhase, HostReport, JobRecord, JobState
+from gpulayer_mesh.core.jobspec import OVER, HostPhase, HostReport, JobRecord, JobState
 from gpulayer_mesh.core.lease import Reservations
 from gpulayer_mesh.core.types import Grant
 from job_cases import JOB, ORDER, node, spec
 
 GLOO = "RuntimeError: gloo: Connection closed by peer"
 MINUTES = 15 * 60.0  # virtual; far above every deadline together
+HOURS_S = 6 * 3600.0  # what a clock jumps by at most
+ASKED = (hosted.Start, hosted.Renewed, hosted.Stop)  # in calls of the keeper
+TAKEN = (
+    *(hosted.StageBegan, hosted.Staged, hosted.Start, hosted.Renewed, hosted.Stop),
+    *(hosted.RankStarted, hosted.RankExited, hosted.ShimDone, hosted.Tick),
+    *(job.Go, job.HostReported, job.ReportFailed, job.StopRequested, job.Tick),
+)
+DONE = (
+    *(hosted.StartShim, hosted.StopShim, hosted.KillShim, hosted.HoldGrant, hosted.FreeGrant),
+    *(hosted.ReportToKeeper, job.StartHost, job.RenewHost, job.StopHost, job.RecordChanged),
+)
+
+
+def named(what: type | object) -> str:
+    """Return what a step is called: "hosted.Start"."""
+    kind = what if isinstance(what, type) else type(what)
+    return f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}"
+
+
+POINTS = (
+    *(f"took {named(event)}" for event in TAKEN),
+    *(f"{when} {named(effect)}" for effect in DONE for when in ("before", "after")),
+    *(f"{when} {named(event)}" for event in ASKED for when in ("asked", "answered", "heard")),
+    *("began anew", "adopted", "resumed"),
+)
+FAULTS = ("kill", "stop", "cut", "crash")  # the agent twice, its network, its machine
+
+
+class Dead(BaseException):
+    """The agent that was at work has been killed."""
 
 
 class Node:
@@ -34,101 +69,195 @@ class Node:
         self.index = index
         self.up = True  # the machine
         self.agent = True
+        self.lives = 0  # agents that died here
+        self.offset = world.rng.uniform(0, 1e6)  # of its clock
+        self.asleep = self.frozen = False  # the machine, its agent
+        self.waiting: list[Callable[[], object]] = []  # until they are not
         self.shim_log: list[hosted.Event] = []  # on disk: what a new agent reads from the first
         self.starts = 0
         self.booked = Reservations(f"box-{index}", cpus=8)
-        self.host = hosted.HostedJob(world.spec, index, now=world.now)
+        self.host = hosted.HostedJob(world.spec, index, now=self.now)
         slot = world.spec.slots[index]
-        self.booked.grant(world.now, JOB, processes=slot.processes)
+        self.booked.grant(self.now, JOB, processes=slot.processes)
         first = sum(s.processes for s in world.spec.slots[:index])
         self.ranks = list(range(first, first + slot.processes))
         self.alive: set[int] = set()
         self.finished: set[int] = set()  # exited with 0 by themselves
+        self.gone_at = 0.0  # when its last rank ended
+        self.steady = True  # machine and agent were never away
         self.shim = "none"
-        self.wake(world.now)
+        self.wake()
+
+    @property
+    def now(self) -> float:
+        """By this node's clock."""
+        return self.world.now + self.offset
+
+    # What happens here, and when
+
+    @property
+    def hears(self) -> bool:
+        return self.up and self.agent and not (self.asleep or self.frozen)
+
+    def after(self, delay: float, action: Callable[[], object]) -> None:
+        """Have something happen on this machine, later if it sleeps by then."""
+
+        def happen() -> None:
+            if self.asleep:
+                self.waiting.append(happen)
+            elif self.up:
+                action()
+
+        self.world.after(delay, happen)
+
+    def enter(self, action: Callable[[], object]) -> None:
+        """Have the agent do something; it may die before it is done, or be away."""
+        if self.hears:
+            with contextlib.suppress(Dead):
+                action()
+        elif self.up and self.agent and self.world.rng.random() < 0.7:
+            self.waiting.append(lambda: self.enter(action))  # the kernel keeps it
+
+    def wake(self) -> None:
+        due = self.host.next_timeout()
+        if due is not None:
+            self.world.at(due - self.offset, self.tick)
+
+    def tick(self) -> None:
+        due = self.host.next_timeout()
+        if self.hears and due is not None and self.now >= due:
+            self.enter(lambda: self.handle(hosted.Tick()))
+
+    def sleep(self, seconds: float, jump: float) -> None:
+        """Have the machine sleep.
+
+        Args:
+            jump: by how much more or less its clock goes on meanwhile.
+        """
+        if self.up and not self.asleep:
+            self.asleep = self.world.broken = True
+            self.steady = False
+            self.world.after(seconds, lambda: self.go_on(jump))
+
+    def freeze(self, seconds: float) -> None:
+        """Stop the agent for a while; its shim counts the seconds, too."""
+        if self.hears:
+            self.frozen = self.world.broken = True
+            self.steady = False
+            self.miss(self.lives)
+            self.after(seconds, lambda: self.go_on(0.0))
+
+    def go_on(self, jump: float) -> None:
+        self.asleep = self.frozen = False
+        self.offset += jump
+        held, self.waiting = self.waiting, []
+        for action in held:
+            action()
+        self.tick()
+        self.wake()
+        if self.index == 0:
+            self.world.keeper_tick()
+            self.world.wake_keeper()
+
+    def miss(self, life: int) -> None:
+        """Have the shim end its ranks if its agent stays away."""
+
+        def look() -> None:
+            if self.lives == life and not self.hears and self.shim == "running":
+                self.end_ranks()
+
+        self.after(hosted.agent_silence_s(self.world.spec), look)
+
+    # The agent
 
     def handle(self, event: hosted.Event) -> HostReport:
         """Feed the host's machine, as its shell does, and answer with its report."""
-        for effect in self.host.handle(self.world.now, event):
+        world = self.world
+        effects = self.host.handle(self.now, event)
+        self.host.check()
+        world.reach(self, f"took {named(event)}")
+        for effect in effects:
+            world.reach(self, f"before {named(effect)}")
             match effect:
                 case hosted.StartShim():
                     self.starts += 1
                     self.shim = "running"
-                    self.world.after(self.world.rng.uniform(0.05, 0.5), self.start_ranks)
+                    self.after(world.rng.uniform(0.05, 0.5), self.start_ranks)
                 case hosted.StopShim(grace_s):
                     # Native code may be deaf to SIGTERM; the shim kills at the end of the grace.
-                    delay = self.world.rng.choice([0.1, grace_s])
-                    self.world.after(delay, self.end_ranks)
+                    self.after(world.rng.choice([0.1, grace_s]), self.end_ranks)
                 case hosted.KillShim():
-                    self.world.after(0.1, self.end_ranks)
+                    self.after(0.1, self.end_ranks)
                 case hosted.HoldGrant():
                     assert self.booked.hold(JOB)
                 case hosted.FreeGrant():
                     assert self.booked.release(JOB)
                 case hosted.ReportToKeeper(report):
-                    self.world.send(self.index, 0, lambda r=report: self.world.keep(r))
-        self.host.check()
+                    world.send(self.index, 0, lambda r=report: world.keep(r))
+            world.reach(self, f"after {named(effect)}")
         self.booked.check()
-        self.wake(self.host.next_timeout())
-        return self.host.report(self.world.now)
-
-    def wake(self, at: float | None) -> None:
-        if at is not None:
-            self.world.at(at, self.tick)
-
-    def tick(self) -> None:
-        due = self.host.next_timeout()
-        if self.hears and due is not None and self.world.now >= due:
-            self.handle(hosted.Tick())
-
-    @property
-    def hears(self) -> bool:
-        return self.up and self.agent
+        self.wake()
+        return self.host.report(self.now)
 
     def said(self, event: hosted.Event) -> None:
         """The shim writes something down; an agent that is there takes it up at once."""
         self.shim_log.append(event)
-        if self.agent:
-            self.handle(event)
+        if not self.agent:
+            return  # a new one reads it
+        if self.frozen:
+            self.waiting.append(lambda: self.enter(lambda: self.handle(event)))
+        else:
+            self.enter(lambda: self.handle(event))
 
     def kill_agent(self) -> None:
-        if self.hears:
-            self.agent = False
-            self.world.after(self.world.rng.choice([0.2, 3.0, 15.0]), self.new_agent)
+        if self.up and self.agent:
+            self.agent = self.frozen = self.steady = False
+            self.world.agents_died = True
+            self.lives += 1
+            self.waiting.clear()
+            self.miss(self.lives)
+            self.after(self.world.rng.choice([0.2, 3.0, 15.0]), lambda: self.new_agent())
 
     def new_agent(self) -> None:
+        if not self.agent:
+            self.agent = True
+            self.enter(self.adopt)
+
+    def adopt(self) -> None:
         """Do what `JobHost._adopt` does."""
-        if not self.up or self.agent:
-            return
-        self.agent = True
         world = self.world
-        over = self.index == 0 and world.keeper.stage is job.Stage.ENDED
+        world.reach(self, "began anew")
+        over = self.index == 0 and world.is_over
         self.booked = Reservations(f"box-{self.index}", cpus=8)
         if self.starts and not over:
-            self.host = hosted.HostedJob.adopt(world.spec, self.index, now=world.now)
+            self.host = hosted.HostedJob.adopt(world.spec, self.index, now=self.now)
             self.booked.adopt(Grant(JOB, world.spec.slots[self.index].processes, ()))
             for event in list(self.shim_log):
                 self.handle(event)
         else:
-            self.host = hosted.HostedJob(world.spec, self.index, now=world.now)
-            self.host.handle(world.now, hosted.StageFailed("its agent was started anew"))
-        self.wake(self.host.next_timeout())
+            self.host = hosted.HostedJob(world.spec, self.index, now=self.now)
+            self.host.handle(self.now, hosted.StageFailed("its agent was started anew"))
+        self.wake()
+        world.reach(self, "adopted")
         if self.index == 0:
             world.new_keeper()
 
+    # The shim
+
     def start_ranks(self) -> None:
-        if not self.up or self.shim != "running":
+        if self.shim != "running":
             return
         for rank in self.ranks:
             self.alive.add(rank)
             self.said(hosted.RankStarted(rank, 1000 + rank))
             end, code, tail = self.world.fate(rank)
-            self.world.after(end, lambda r=rank, c=code, t=tail: self.exit_rank(r, c, t))
+            self.after(end, lambda r=rank, c=code, t=tail: self.exit_rank(r, c, t))
 
     def exit_rank(self, rank: int, code: int, tail: str = "", stopped: bool = False) -> None:
-        if not self.up or rank not in self.alive:
+        if rank not in self.alive:
             return
         self.alive.remove(rank)
+        self.gone_at = self.world.now
         if code == 0:
             self.finished.add(rank)
         self.said(hosted.RankExited(rank, code, stopped=stopped, tail=(tail,) if tail else ()))
@@ -138,16 +267,16 @@ class Node:
                 self.world.failed_at = self.world.now
         if not self.alive and self.shim == "running":
             self.shim = "done"
-            self.world.after(0.1, lambda: self.up and self.said(hosted.ShimDone()))
+            self.after(0.1, lambda: self.said(hosted.ShimDone()))
 
     def end_ranks(self) -> None:
-        if not self.up or self.shim == "done":
+        if self.shim == "done":
             return
         self.shim = "ending"
         for rank in sorted(self.alive):
             self.exit_rank(rank, 1, stopped=True)
         self.shim = "done"
-        self.world.after(0.1, lambda: self.up and self.said(hosted.ShimDone()))
+        self.after(0.1, lambda: self.said(hosted.ShimDone()))
 
 
 class World:
@@ -165,13 +294,17 @@ class World:
         self.cut: set[int] = set()  # nodes without a network
         self.doomed = {r for r in range(sum(processes)) if self.rng.random() < 0.15}
         self.deaf = self.rng.random() < 0.3  # peers hang instead of noticing a lost one
+        self.point = self.fault = ""  # what happens, once, where something gets to a point
+        self.left = 1  # times until it does
+        self.struck = ""  # the point at which it has
         self.nodes = [Node(self, i) for i in range(len(processes))]
-        self.keeper = job.KeptJob(self.spec, now=0.0)
+        self.keeper = job.KeptJob(self.spec, now=self.nodes[0].now)
         self.asked_to_stop = False
-        self.broken = False  # a node crashed or was cut off
+        self.broken = False  # a node crashed, slept or was cut off
         self.failed_at: float | None = None  # the first rank that failed by itself
         self.ended_at: float | None = None
         self.saved: tuple[JobRecord, float] | None = None  # the keeper's record on disk, and when
+        self.went = False  # a record says so
         self.gone = False  # the keeper's agent came back before the job went
         self.agents_died = False
 
@@ -191,8 +324,8 @@ class World:
                 self.after(delay, lambda: self.deliver(source, target, action))
 
     def deliver(self, source: int, target: int, action: Callable[[], object]) -> None:
-        if not ({source, target} & self.cut and source != target) and self.nodes[target].hears:
-            action()
+        if not ({source, target} & self.cut and source != target):
+            self.nodes[target].enter(action)
 
     def run(self) -> None:
         while self._heap and self._heap[0][0] <= MINUTES:
@@ -200,6 +333,33 @@ class World:
             action()
 
     # What happens
+
+    def reach(self, one: Node, point: str) -> None:
+        """Have the fault happen that waits for this point.
+
+        Raises:
+            Dead: the agent goes no further.
+        """
+        assert point in POINTS
+        if point != self.point or self.struck:
+            return
+        self.left -= 1
+        if self.left:
+            return
+        self.struck = point
+        match self.fault:
+            case "kill":
+                one.kill_agent()
+                raise Dead
+            case "stop":
+                one.freeze(self.rng.uniform(0.5, 60))
+            case "cut":
+                self.cut_off(one.index)
+                if self.rng.random() < 0.5:
+                    self.after(self.rng.uniform(0, 60), lambda: self.cut.discard(one.index))
+            case "crash":
+                self.crash(one.index)
+                raise Dead
 
     def fate(self, rank: int) -> tuple[float, int, str]:
         if rank in self.doomed:
@@ -212,7 +372,7 @@ class World:
         for other in self.nodes:
             for rank in [r for r in other.alive if r != gone]:
                 delay = self.rng.uniform(0.0, 0.3)
-                self.after(delay, lambda n=other, r=rank: n.exit_rank(r, 1, GLOO))
+                other.after(delay, lambda n=other, r=rank: n.exit_rank(r, 1, GLOO))
 
     def crash(self, index: int) -> None:
         self.broken = True
@@ -226,8 +386,8 @@ class World:
 
     def go(self) -> None:
         """The launcher's order; the door takes it only where the job is staged."""
-        if self.nodes[0].hears and not self.gone:
-            self.decide(job.Go(ORDER))
+        if not self.gone:
+            self.nodes[0].enter(lambda: self.decide(job.Go(ORDER)))
 
     # The keeper's shell
 
@@ -235,7 +395,12 @@ class World:
         self.decide(job.HostReported(report))
 
     def decide(self, event: job.Event) -> None:
-        for effect in self.keeper.handle(self.now, event):
+        one = self.nodes[0]
+        effects = self.keeper.handle(one.now, event)
+        self.keeper.check()
+        self.reach(one, f"took {named(event)}")
+        for effect in effects:
+            self.reach(one, f"before {named(effect)}")
             match effect:
                 case job.StartHost(target, order):
                     self.call(target, hosted.Start(order))
@@ -246,70 +411,93 @@ class World:
                 case job.RecordChanged(record):
                     assert "canary" not in repr(record)
                     self.saved = record, self.now
-        self.keeper.check()
+                    self.went |= record.state in (JobState.STARTING, JobState.RUNNING)
+            self.reach(one, f"after {named(effect)}")
         if self.keeper.stage is job.Stage.ENDED and self.ended_at is None:
             self.ended_at = self.now
+        self.wake_keeper()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the record on disk says so."""
+        return self.saved is not None and self.saved[0].state in OVER
+
+    def wake_keeper(self) -> None:
         due = self.keeper.next_timeout()
         if due is not None:
-            self.at(due, self.keeper_tick)
+            self.at(due - self.nodes[0].offset, self.keeper_tick)
 
     def keeper_tick(self) -> None:
-        due = self.keeper.next_timeout()
-        if self.nodes[0].hears and due is not None and self.now >= due:
-            self.decide(job.Tick())
+        one, due = self.nodes[0], self.keeper.next_timeout()
+        if one.hears and due is not None and one.now >= due:
+            one.enter(lambda: self.decide(job.Tick()))
 
     def new_keeper(self) -> None:
         """Rebuild the keeper from its last record, as a new agent does."""
-        if self.keeper.stage is job.Stage.ENDED:
+        if self.is_over:
             return
+        now = self.nodes[0].now
         if self.saved is None:  # never went: the launcher finds nothing staged
-            self.keeper = job.KeptJob(self.spec, now=self.now)
+            self.keeper = job.KeptJob(self.spec, now=now)
             self.gone = True
         else:
             record, at = self.saved
             aged = replace(record, age_s=record.age_s + self.now - at)
-            self.keeper = job.KeptJob.resume(aged, now=self.now)
+            self.keeper = job.KeptJob.resume(aged, now=now)
+        self.ended_at = None
+        self.wake_keeper()
+        self.reach(self.nodes[0], "resumed")
         self.decide(job.Tick())
 
     def call(self, target: str, event: hosted.Event) -> None:
         index = next(i for i in range(len(self.nodes)) if node(i) == target)
+        one, life = self.nodes[0], self.nodes[0].lives
         answered: list[bool] = []
 
         def arrive() -> None:
             report = self.nodes[index].handle(event)
+            self.reach(self.nodes[index], f"answered {named(event)}")
             self.send(index, 0, lambda: answer(report))
 
         def answer(report: HostReport) -> None:
-            answered.append(True)
-            self.keep(report)
+            if one.lives == life:  # else whoever asked is gone
+                answered.append(True)
+                self.reach(one, f"heard {named(event)}")
+                self.keep(report)
 
         def give_up() -> None:
-            if not answered and self.nodes[0].hears:
+            if not answered and one.lives == life:
                 self.decide(job.ReportFailed(target, "timed out"))
 
         self.send(0, index, arrive)
-        self.after(4.0, give_up)
+        one.after(4.0, lambda: one.enter(give_up))
+        self.reach(one, f"asked {named(event)}")
 
 
-def play(seed: int) -> World:
-    """Stage, go, and let faults happen."""
+def play(seed: int, point: str = "", fault: str = "") -> World:
+    """Stage, go, and let faults happen; every other seed has one at a point."""
     world = World(seed)
     rng = world.rng
+    if point or seed % 2:
+        world.point = point or POINTS[seed // 2 % len(POINTS)]
+        world.fault = fault or rng.choice(FAULTS)
+        world.left = rng.choice([1, 1, 1, 2, 5])
     for one in world.nodes:
-        one.handle(hosted.StageBegan())
+        one.enter(lambda n=one: n.handle(hosted.StageBegan()))
         # Staging may take longer than a start would be waited for, but not than the lease.
-        world.at(rng.uniform(0, 25), lambda n=one: n.hears and n.handle(hosted.Staged()))
+        staged = rng.uniform(0, 25)
+        world.at(staged, lambda n=one: n.hears and n.enter(lambda: n.handle(hosted.Staged())))
     if rng.random() < 0.9:
         world.at(rng.uniform(0, 20), world.go)
     others = range(1, len(world.nodes))
-    fault = rng.random()
+    chance = rng.random()
     when = rng.uniform(0, 130)
-    if fault < 0.15:
+    if chance < 0.15:
         world.at(when, lambda: world.crash(0))
-    elif fault < 0.35 and others:
+    elif chance < 0.35 and others:
         victim = rng.choice(others)
         world.at(when, lambda: world.crash(victim))
-    elif fault < 0.55 and others:
+    elif chance < 0.55 and others:
         victim = rng.choice(others)
         world.at(when, lambda: world.cut_off(victim))
         if rng.random() < 0.5:
@@ -319,19 +507,25 @@ def play(seed: int) -> World:
         def stop(kill: bool) -> None:
             if world.nodes[0].hears and world.ended_at is None:
                 world.asked_to_stop = True
-                world.decide(job.StopRequested("laptop", kill=kill))
+                world.nodes[0].enter(lambda: world.decide(job.StopRequested("laptop", kill=kill)))
 
         at = rng.uniform(0, 130)
         world.at(at, lambda: stop(False))
         if rng.random() < 0.5:
             world.at(at + rng.uniform(0, 5), lambda: stop(True))
-    if rng.random() < 0.4:
-        world.agents_died = True
+    if rng.random() < 0.4 or world.point in ("began anew", "adopted", "resumed"):
         for _ in range(rng.randint(1, 4)):
             dying = world.nodes[rng.randrange(len(world.nodes))]
-            world.at(rng.uniform(0, 130), dying.kill_agent)
-    world.at(0.0, world.keeper_tick)
-    world.decide(job.Tick())
+            dying.after(rng.uniform(0, 130), dying.kill_agent)
+    if rng.random() < 0.3:
+        tired, seconds = rng.choice(world.nodes), rng.choice([2.0, 15.0, 40.0, 120.0])
+        jump = rng.choice([-seconds, 0.0, rng.uniform(0, HOURS_S)])
+        world.at(rng.uniform(0, 130), lambda: tired.sleep(seconds, jump))
+    if rng.random() < 0.1:
+        held = rng.choice(world.nodes)
+        world.at(rng.uniform(0, 130), lambda: held.freeze(rng.uniform(1, 60)))
+    world.wake_keeper()
+    world.nodes[0].enter(lambda: world.decide(job.Tick()))
     world.run()
     return world
 
@@ -343,6 +537,9 @@ def judge(world: World) -> None:
             assert one.host.phase is HostPhase.ENDED
             assert one.booked.grants == ()
             assert not one.alive
+    if world.ended_at is not None:
+        for one in world.nodes:
+            assert one.gone_at < world.ended_at + job.GONE_S or not one.steady
     if not world.nodes[0].up:
         return  # the keeper died with its ranks; the others ended by themselves
     keeper = world.keeper
@@ -353,7 +550,8 @@ def judge(world: World) -> None:
         case JobState.SUCCEEDED:
             assert finished == everything
         case JobState.CANCELLED:
-            assert world.asked_to_stop or keeper.cause == "no go order within 30 s"
+            never = keeper.cause == "no go order within 30 s"
+            assert world.asked_to_stop or (never and not world.went)
         case JobState.FAILED:
             assert keeper.failure is not None
             assert keeper.failure.code != 0
@@ -361,7 +559,7 @@ def judge(world: World) -> None:
                 assert keeper.failure.rank in world.doomed
         case other:
             pytest.fail(f"ended as {other}")
-    for report in keeper.record(world.now).reports:
+    for report in keeper.record(world.nodes[0].now).reports:
         one = next(one for one in world.nodes if node(one.index) == report.node)
         truth = {e.rank: e for e in one.shim_log if isinstance(e, hosted.RankExited)}
         if one.up and one.index not in world.cut and report.phase is HostPhase.ENDED:
@@ -387,6 +585,19 @@ def test_every_job_ends_starts_once_and_frees_everything(number: int) -> None:
             error.add_note(f"seed {seed}: {world.keeper.state} {world.keeper.failure}")
             error.add_note("\n".join(map(str, world.keeper.history)))
             raise
+
+
+def test_agent_may_go_at_each_of_forty_points() -> None:
+    assert len(POINTS) >= 40
+    for number, point in enumerate(POINTS):
+        fault = FAULTS[number % len(FAULTS)]
+        for seed in range(number * 50, number * 50 + 50):
+            world = play(seed, point, fault)
+            judge(world)
+            if world.struck:
+                break
+        else:
+            pytest.fail(f"nobody came to {point!r}")
 
 
 def test_the_same_seed_plays_the_same_job() -> None:
