@@ -1,9 +1,12 @@
 """Launchers that queue for the same nodes, over a bad network, in virtual time.
 
 The waiting side is the launcher's own code on an event loop whose clock jumps; a node is what its
-agent has: reservations and tickets. Promises: no CPU is granted twice; whoever was registered on
-all its nodes before another one asked is not overtaken on any of them; every job that can run gets
-its turn; what a launcher held that died is free in bounded time; at the end nothing is left.
+agent has: reservations and tickets, by a clock of its own, which stands still or jumps while the
+machine sleeps. Calls are late, lost or doubled, nodes cut off; launchers die, sleep or are
+interrupted, and agents start anew, at any time and at each of POINTS. Promises: no CPU is granted
+twice; whoever was registered on all its nodes before another one asked is not overtaken on any of
+them; every job that can run gets its turn; what a launcher held that died is free in bounded time;
+at the end nothing is left.
 """
 
 from __future__ import annotations
@@ -51,7 +54,21 @@ LATE_S = 8.0  # a copy of a message may arrive this much later
 ALL_SUBMITTED_S = 100.0  # and every fault has happened
 HORIZON_S = 3600.0  # far more than all jobs one after another
 FREE_S = TICKET_S + LEASE_S + LATE_S + 4.0  # then nothing of a launcher is left that died
+KEPT_S = 100.0  # no job takes longer
 SEEDS = 120
+HOURS_S = 6 * 3600.0  # what a clock jumps by at most
+
+ASKED = ("tickets", "stand", "drop", "reserve", "release", "start")
+POINTS = (
+    "launcher before snapshot",
+    *(f"launcher {when} {verb}" for verb in ASKED for when in ("before", "after")),
+    *(f"node {when} {verb}" for verb in ASKED for when in ("before", "after")),
+)
+FAULTS = ("die", "sleep", "interrupt")  # of launchers; an agent starts anew
+
+
+class Down(Exception):
+    """The agent that was asked has ended."""
 
 
 @dataclass(slots=True)
@@ -70,6 +87,8 @@ class Job:
     begun: float | None = None
     dead: bool = False
     end: str = ""
+    awake: float = 0.0  # from when on
+    task: asyncio.Task[Any] | None = field(default=None, compare=False)
 
 
 class Node:
@@ -81,6 +100,8 @@ class Node:
         self.name = f"box-{index}"
         self.cpus = world.rng.randint(1, 4)
         self.up = True
+        self.asleep = False
+        self.offset = world.rng.uniform(0, 1e6)  # of its clock
         self.down_since = 0.0
         self.restarted = -TICKET_S
         self.booked = Reservations(self.name, cpus=self.cpus)
@@ -88,21 +109,31 @@ class Node:
         self.tries: dict[str, int] = {}  # job -> attempt that holds the reservation
         self.running: set[str] = set()
         self.over: set[str] = set()  # ran here, or was ended before it could
-        self.registered: dict[str, tuple[float, float]] = {}  # job -> first, newest renewal
+        # job -> first, newest renewal by this node's clock
+        self.registered: dict[str, tuple[float, float]] = {}
         self.gossip: tuple[Grant, ...] = ()
 
+    @property
+    def now(self) -> float:
+        """By this node's clock."""
+        return self.world.now + self.offset
+
+    @property
+    def hears(self) -> bool:
+        return self.up and not self.asleep
+
     def take(self, ticket: Ticket) -> Standing:
-        now = self.world.now
+        now = self.now
         self.booked.expire(now)  # as the agent's timer does
         standing = self.tickets.take(now, ticket)
         if self.tickets.find(now, ticket.job) is not None:
-            first, _ = self.registered.get(ticket.job, (now, now))
+            first, _ = self.registered.get(ticket.job, (self.world.now, now))
             self.registered[ticket.job] = (first, now)
         self.tickets.check()
         return replace(standing, grants=self.booked.grants)
 
     def reserve(self, wanted: JobSpec) -> None:
-        now, job = self.world.now, wanted.id
+        now, job = self.now, wanted.id
         known = self.tries.get(job) if job in {g.job for g in self.booked.grants} else None
         if known == wanted.attempt:
             self.booked.renew(now, job)
@@ -123,9 +154,11 @@ class Node:
             self.booked.release(job)
 
     def start(self, wanted: JobSpec) -> bool:
-        self.booked.expire(self.world.now)
+        self.booked.expire(self.now)
         if self.tries.get(wanted.id) == wanted.attempt and self.booked.hold(wanted.id):
             self.running.add(wanted.id)
+            # From `go` on the keeper ends a job, whatever becomes of the launcher.
+            self.world.loop.call_later(KEPT_S, self.finish, wanted.id)
         return wanted.id in self.running
 
     def finish(self, job: str) -> None:
@@ -134,19 +167,37 @@ class Node:
         self.booked.release(job)
 
     def crash(self) -> None:
-        self.up, self.down_since = False, self.world.now
+        if self.up:
+            self.up, self.down_since = False, self.world.now
+            self.world.loop.call_later(self.world.rng.uniform(0.1, 6), self.restart)
+
+    def sleep(self, seconds: float, jump: float) -> None:
+        """Have the machine sleep.
+
+        Args:
+            jump: by how much more or less its clock goes on meanwhile.
+        """
+
+        def wake() -> None:
+            self.asleep = False
+            self.offset += jump
+            self.restarted = self.world.now  # those who wait may have lost time, or won some
+
+        if not self.asleep:
+            self.asleep, self.down_since = True, self.world.now
+            self.world.loop.call_later(seconds, wake)
 
     def restart(self) -> None:
         """The shims' jobs are taken over, mere reservations are not; who waits is on disk."""
-        now = self.world.now
+        now = self.now
         held = [grant for grant in self.booked.grants if grant.job in self.running]
         self.booked = Reservations(self.name, cpus=self.cpus)
         for grant in held:
             self.booked.adopt(grant)
-        waits = self.tickets.all(self.down_since)
+        waits = self.tickets.all(self.down_since + self.offset)
         self.tickets = Tickets(self.name)
         self.tickets.adopt(now, waits)
-        self.up, self.restarted = True, now
+        self.up, self.restarted = True, self.world.now
 
 
 class World:
@@ -157,6 +208,10 @@ class World:
         rng = self.rng
         self.loss = rng.choice([0.0, 0.02, 0.2])
         self.slow = rng.choice([0.01, 0.3, 1.2])
+        self.cut: set[int] = set()  # nodes that no launcher reaches
+        self.point = self.fault = ""  # what happens, once, where somebody gets to a point
+        self.left = 1  # times until it does
+        self.struck = ""  # the point at which it has
         self.nodes = [Node(self, index) for index in range(rng.randint(2, 5))]
         self.jobs: list[Job] = []
         self.tasks: set[asyncio.Task[Any]] = set()
@@ -174,10 +229,9 @@ class World:
 
     # The network
 
-    async def call(self, job: Job, index: int, what: Callable[[], T]) -> T:
+    async def call(self, job: Job, verb: str, index: int, what: Callable[[], T]) -> T:
         """Ask a node; the question or the answer may be late, lost or doubled."""
-        if job.dead:
-            await asyncio.Event().wait()  # a killed process asks nothing more
+        await self.reach(job, f"launcher before {verb}")
         rng, target = self.rng, self.nodes[index]
         if rng.random() < 0.05:
             self.loop.call_later(rng.uniform(0, LATE_S), self._late, target, what)
@@ -186,10 +240,14 @@ class World:
         delivered: asyncio.Future[tuple[T | None, GpuLayerError | None]] = self.loop.create_future()
 
         def arrive() -> None:
-            if not target.up:
+            if not target.hears or index in self.cut:
                 return
             try:
+                self.strike(target, f"node before {verb}")
                 answer: tuple[T | None, GpuLayerError | None] = (what(), None)
+                self.strike(target, f"node after {verb}")
+            except Down:
+                return
             except GpuLayerError as error:
                 answer = (None, error)
             if not delivered.done():
@@ -201,18 +259,55 @@ class World:
             async with asyncio.timeout(CALL_S):
                 value, error = await delivered
                 await asyncio.sleep(back)
-                if lost > 1 - self.loss / 2:
+                if lost > 1 - self.loss / 2 or index in self.cut:
                     await asyncio.Event().wait()
         except TimeoutError:
             raise TransportError("no answer") from None
-        if job.dead:
-            await asyncio.Event().wait()
+        finally:
+            if not job.dead:
+                await self.reach(job, f"launcher after {verb}")
         if error is not None:
             raise error
         return value  # type: ignore[return-value]
 
+    async def reach(self, job: Job, point: str) -> None:
+        """Have a launcher come to a point, and perhaps no further for now."""
+        if self._is_time(point):
+            match self.fault:
+                case "die" if job.begun is None:
+                    self.die(job)
+                case "sleep":
+                    job.awake = self.now + self.rng.uniform(1, 60)
+                case "interrupt" if job.left is None and job.task is not None:
+                    job.task.cancel()
+        if job.dead:
+            await asyncio.Event().wait()  # a killed process asks nothing more
+        await asyncio.sleep(job.awake - self.now)
+
+    def die(self, job: Job) -> None:
+        job.dead, job.end = True, "died"
+        self.loop.call_later(FREE_S, self.judge_dead, job)
+
+    def strike(self, target: Node, point: str) -> None:
+        """Have a node come to a point.
+
+        Raises:
+            Down: it goes no further.
+        """
+        if self._is_time(point):
+            target.crash()
+            raise Down
+
+    def _is_time(self, point: str) -> bool:
+        assert point in POINTS
+        self.left -= point == self.point and not self.struck
+        if self.left or self.struck:
+            return False
+        self.struck = point
+        return True
+
     def _late(self, target: Node, what: Callable[[], object]) -> None:
-        if target.up:
+        if target.hears and target.index not in self.cut:
             with contextlib.suppress(GpuLayerError):
                 what()
 
@@ -220,15 +315,15 @@ class World:
         """What members hear of each other is seconds old."""
         while True:
             for one in self.nodes:
-                if one.up and self.rng.random() < 0.7:
-                    one.booked.expire(self.now)
+                if one.hears and self.rng.random() < 0.7:
+                    one.booked.expire(one.now)
                     one.gossip = one.booked.grants
             await asyncio.sleep(1.0)
 
     def snapshot(self) -> Snapshot:
         members = []
         for one in self.nodes:
-            silent = not one.up and self.now - one.down_since > 2.0
+            silent = not one.hears and self.now - one.down_since > 2.0
             caps = Capabilities(
                 one.cpus,
                 32000,
@@ -278,7 +373,10 @@ class World:
             await asyncio.sleep(self.rng.uniform(0, 10))  # staging
             used = [_index(slot.node) for slot in wanted.slots]
             answers = await asyncio.gather(
-                *(self.call(job, i, lambda i=i: self.nodes[i].start(wanted)) for i in used),
+                *(
+                    self.call(job, "start", i, lambda i=i: self.nodes[i].start(wanted))
+                    for i in used
+                ),
                 return_exceptions=True,
             )
             if all(answer is True for answer in answers):
@@ -286,7 +384,6 @@ class World:
                 await asyncio.sleep(job.length_s)
             else:
                 job.end = "failed to start"
-            # From `go` on the keeper ends a job, whatever becomes of the launcher.
             for i in used:
                 self.nodes[i].finish(job.ident)
         except (PlacementError, TransportError, StoppedError) as error:
@@ -307,7 +404,7 @@ class World:
             first, newest = where.registered.get(other.ident, (None, None))
             if other is mine or first is None or newest is None or first >= came:
                 continue
-            stands = newest + TICKET_S > self.now and not other.dead and other.left is None
+            stands = newest + TICKET_S > where.now and not other.dead and other.left is None
             assert not stands, f"{job} overtook {other.ident} on {where.name} at {self.now:.2f}"
 
     def judge_dead(self, job: Job) -> None:
@@ -316,9 +413,9 @@ class World:
         A restart gives those who wait another lease.
         """
         for one in self.nodes:
-            one.booked.expire(self.now)
-            if one.up and self.now - one.restarted > TICKET_S and job.ident not in one.running:
-                assert one.tickets.find(self.now, job.ident) is None
+            one.booked.expire(one.now)
+            if one.hears and self.now - one.restarted > TICKET_S and job.ident not in one.running:
+                assert one.tickets.find(one.now, job.ident) is None
                 assert all(grant.job != job.ident for grant in one.booked.grants)
 
 
@@ -331,8 +428,7 @@ class _Client:
         self.identity = SimpleNamespace(node=who.submitter)
 
     async def snapshot(self) -> Snapshot:
-        if self.job.dead:
-            await asyncio.Event().wait()
+        await self.world.reach(self.job, "launcher before snapshot")
         await asyncio.sleep(self.world.rng.uniform(0, self.world.slow))
         return self.world.snapshot()
 
@@ -343,32 +439,33 @@ class _Client:
         box = self.world.nodes[_index(target)]
 
         def answer() -> tuple[float, tuple[Ticket, ...]]:
-            return self.world.now, box.tickets.all(self.world.now)
+            return self.world.now, box.tickets.all(box.now)
 
-        at, found = await self.world.call(self.job, box.index, answer)
+        at, found = await self.world.call(self.job, "tickets", box.index, answer)
         self.job.heard[box.index] = at
         return list(found)
 
     async def stand(self, target: str, ticket: Ticket) -> Standing:
         box = self.world.nodes[_index(target)]
-        return await self.world.call(self.job, _index(target), lambda: box.take(ticket))
+        return await self.world.call(self.job, "stand", box.index, lambda: box.take(ticket))
 
     async def drop_ticket(self, target: str, job: str) -> None:
         self.job.left = self.job.left or self.world.now
         box = self.world.nodes[_index(target)]
         who = self.identity.node
         await self.world.call(
-            self.job, _index(target), lambda: box.tickets.drop(self.world.now, job, who)
+            self.job, "drop", box.index, lambda: box.tickets.drop(box.now, job, who)
         )
 
     async def call(self, target: str, method: str, path: str, body: Any, **_: Any) -> None:
         box = self.world.nodes[_index(target)]
         if path.endswith("/reserve"):
             wanted = wire.decode_as(JobSpec, wire.unpack(body["spec"]))
-            await self.world.call(self.job, box.index, lambda: box.reserve(wanted))
+            await self.world.call(self.job, "reserve", box.index, lambda: box.reserve(wanted))
         else:
+            attempt = body["attempt"]
             await self.world.call(
-                self.job, box.index, lambda: box.release(self.job.ident, body["attempt"])
+                self.job, "release", box.index, lambda: box.release(self.job.ident, attempt)
             )
 
 
@@ -376,28 +473,33 @@ def _index(ident: str) -> int:
     return int(ident, 16)
 
 
-async def play(seed: int) -> World:
+async def play(seed: int, point: str, fault: str) -> World:
     world = World(seed)
     rng = world.rng
+    if point or seed % 2:
+        world.point = point or POINTS[seed // 2 % len(POINTS)]
+        world.fault = fault or rng.choice(FAULTS)
+        world.left = rng.choice([1, 1, 2, 5])
     world.spawn(world.gossiping())
     launchers: list[asyncio.Task[Any]] = []
 
     def submit(job: Job) -> None:
         world.jobs.append(job)
-        task = world.spawn(world.launch(job))
+        task = job.task = world.spawn(world.launch(job))
         launchers.append(task)
         fate = rng.random()
         at = rng.expovariate(1 / 20)
         if fate < 0.15:
 
             def die() -> None:
-                if job.left is None:
-                    job.dead, job.end = True, "died"
-                    world.loop.call_later(FREE_S, world.judge_dead, job)
+                if job.left is None and not job.dead:
+                    world.die(job)
 
             world.loop.call_later(at, die)
         elif fate < 0.25:
             world.loop.call_later(at, lambda: None if job.left is not None else task.cancel())
+        elif fate < 0.35:
+            world.loop.call_later(at, lambda: setattr(job, "awake", world.now + 2 * at))
 
     for number in range(rng.randint(4, 14)):
         count = rng.randint(1, len(world.nodes))
@@ -407,16 +509,22 @@ async def play(seed: int) -> World:
             nodes=count,
             processes=rng.randint(1, min(one.cpus for one in some)),
             target=tuple(one.name for one in some),
-            length_s=rng.expovariate(1 / 20),
+            length_s=min(rng.expovariate(1 / 20), KEPT_S - 10),
             wait_s=rng.choice([None, None, None, None, 0.0, 20.0]),
         )
         world.loop.call_later(rng.uniform(0, 30), submit, job)
     if rng.random() < 0.5:
         for _ in range(rng.randint(1, 4)):
-            victim, at = rng.choice(world.nodes), rng.uniform(0, 90)
-            world.loop.call_later(at, lambda v=victim: v.crash() if v.up else None)
-            back = at + rng.uniform(0.1, 6)
-            world.loop.call_later(back, lambda v=victim: None if v.up else v.restart())
+            victim = rng.choice(world.nodes)
+            world.loop.call_later(rng.uniform(0, 90), victim.crash)
+    if rng.random() < 0.3:
+        tired, seconds = rng.choice(world.nodes), rng.choice([2.0, 15.0, 40.0])
+        jump = rng.choice([-seconds, 0.0, rng.uniform(0, HOURS_S)])
+        world.loop.call_later(rng.uniform(0, 50), tired.sleep, seconds, jump)
+    if rng.random() < 0.3:
+        lost, at = rng.randrange(len(world.nodes)), rng.uniform(0, 50)
+        world.loop.call_later(at, world.cut.add, lost)
+        world.loop.call_later(at + rng.uniform(1, 40), world.cut.discard, lost)
     await asyncio.sleep(ALL_SUBMITTED_S)
     alive = [task for task, job in zip(launchers, world.jobs, strict=True) if not job.dead]
     await asyncio.wait(alive, timeout=HORIZON_S)
@@ -429,19 +537,20 @@ async def play(seed: int) -> World:
 
 
 def judge(world: World) -> None:
-    calm = world.loss == 0 and all(one.down_since == 0.0 for one in world.nodes)
+    awake = all(job.awake == 0.0 for job in world.jobs)
+    calm = awake and world.loss == 0 and all(one.down_since == 0.0 for one in world.nodes)
     # A bad network or a restart may cost a start, or the first look, but leaves nobody waiting.
     allowed = {"ran"} if calm else {"ran", "failed to start", TransportError.__name__}
     for job in world.jobs:
         if job.wait_s is None and job.end not in ("died", "interrupted"):
             assert job.end in allowed, job
     for one in world.nodes:
-        one.booked.expire(world.now)
-        assert one.tickets.all(world.now) == ()
+        one.booked.expire(one.now)
+        assert one.tickets.all(one.now) == ()
         assert one.booked.grants == ()
 
 
-def run(seed: int) -> World:
+def run(seed: int, point: str = "", fault: str = "") -> World:
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         failures: list[BaseException] = []
 
@@ -449,7 +558,7 @@ def run(seed: int) -> World:
             asyncio.get_running_loop().set_exception_handler(
                 lambda loop, context: failures.append(context.get("exception") or Exception())
             )
-            return await play(seed)
+            return await play(seed, point, fault)
 
         world = runner.run(main())
         if failures:
@@ -467,6 +576,15 @@ def test_nobody_is_overtaken_and_everybody_gets_a_turn(batch: int) -> None:
         except AssertionError as error:
             error.add_note(f"seed {seed}")
             raise
+
+
+def test_launchers_and_agents_may_go_at_each_point() -> None:
+    for number, point in enumerate(POINTS):
+        for seed in range(number * 30, number * 30 + 30):
+            if run(seed, point, FAULTS[seed % len(FAULTS)]).struck:
+                break
+        else:
+            pytest.fail(f"nobody came to {point!r}")
 
 
 def test_the_same_seed_plays_the_same_queue() -> None:
