@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -407,7 +408,7 @@ class Box:
         one = self.host.jobs.get(JOB)
         paths = map(str, (self.home / "jobs").rglob("*"))
         papers = sorted(path for path in paths if "/.gone-" not in path)  # being removed
-        known = one and (one.report(), one.record, one.kept, one.manifest)
+        known = one and (replace(one.report(), at=0.0), one.record, one.kept, one.manifest)
         tickets = self.host.tickets.all(time.monotonic())
         return known, papers, self.reservations.grants, tickets
 

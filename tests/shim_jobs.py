@@ -43,17 +43,21 @@ class Job:
         ranks = tuple(command(rank, script) for rank, script in enumerate(scripts))
         cookie = f"{id(self):x}-{folder.name}"
         self.config = ShimConfig(ranks=ranks, cookie=cookie, **{"grace_s": 5.0, **config})
+        self.until_at: float | None = None  # the end of the lease, for `fence_grace_s`
         self.events: list[ShimEvent] = []
         self._watch: AsyncIterator[ShimEvent] | None = None
 
     async def start(self) -> Job:
-        await self.runner.start(self.dir, self.config)
+        await self.runner.start(self.dir, self.config, self._lease)
         return self
+
+    def _lease(self) -> float | None:
+        return self.until_at
 
     async def until(self, kind: type[E]) -> E:
         """Wait for the next event of this kind."""
         if self._watch is None:
-            self._watch = self.runner.watch(self.dir)
+            self._watch = self.runner.watch(self.dir, self._lease)
         async with asyncio.timeout(DEADLINE_S):
             async for event in self._watch:
                 self.events.append(event)

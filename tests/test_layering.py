@@ -102,7 +102,7 @@ def test_core_is_pure() -> None:
 
 def test_runtime_modules_do_not_know_each_other() -> None:
     ours = ("gpulayer_mesh.core", "gpulayer_mesh.errors", "gpulayer_mesh.config")
-    ours += ("gpulayer_mesh.sockets", "gpulayer_mesh.shim")
+    ours += ("gpulayer_mesh.clock", "gpulayer_mesh.sockets", "gpulayer_mesh.shim")
     runtime = "gpulayer_mesh.runtime."
 
     def allowed(name: str, module: str) -> bool:

@@ -7,7 +7,9 @@ milliseconds under any interpreter. The job folder is its whole interface:
 - `status`         appended NDJSON events, numbered from 1; locked (flock) while the shim lives
 - `logs/rank<k>.log`  appended records, see `RECORD_FORMAT`; `core.logrecord` reads them
 - `stop`           written by the agent: `{"grace_s": 30, "kill": false}`
-- `lease`          touched by the agent; the ranks end when it was not for `agent_silence_s`
+- `lease`          touched by the agent; the ranks end when it was not for `agent_silence_s`. With
+                   `fence_grace_s` its time is set to the end of the lease instead, in seconds
+                   since the machine's boot, after which they end whatever the agent does
 - `logs/rank<k>.raised`  made by a Python rank that an uncaught exception ends (`rank_hook`)
 
 It does not know what a job means, who else takes part or whether a rank's end is a failure: it
@@ -234,7 +236,8 @@ class Shim:
         self._dir = job_dir
         self._grace_s = float(config["grace_s"])
         self._silence_s = float(config["agent_silence_s"])
-        self._silence_grace_s = float(config.get("agent_silence_grace_s", self._grace_s))
+        self._fence_grace_s: float | None = config.get("fence_grace_s")
+        self._until: float | None = None  # the end of the lease, where that ends the ranks
         self._raised_grace_s = float(config.get("raised_grace_s", self._grace_s))
         self._cookie: str = config["cookie"]
         limit = int(config.get("log_limit_bytes", LOG_MAX))
@@ -472,13 +475,20 @@ class Shim:
             return
         self._next_lease = now + _LEASE_POLL_S
         with contextlib.suppress(OSError):
-            seen = _identity(os.stat(os.path.join(self._dir, "lease")))
-            if seen != self._lease_seen:
+            stat = os.stat(os.path.join(self._dir, "lease"))
+            if self._fence_grace_s is not None:
+                self._until = stat.st_mtime
+            if (seen := _identity(stat)) != self._lease_seen:
                 self._lease_seen = seen
                 self._lease_at = now
+        if self._until is not None and self._fence_grace_s is not None:
+            left = self._until - _boot_clock()
+            if left <= 0:
+                why = "the lease of this machine ran out"
+                self._stop(now, max(0.0, left + self._fence_grace_s), False, why)
         if now - self._lease_at > self._silence_s and self._kill_at is None:
             why = f"no word from the agent for {self._silence_s} s"
-            self._stop(now, self._silence_grace_s, False, why)
+            self._stop(now, self._grace_s, False, why)
 
     def _poll_raised(self, now: float) -> None:
         """End ranks that hang in their clean-up: their peers wait for them."""
@@ -718,6 +728,11 @@ def _piece_end(data: bytes, start: int) -> int:
 def _whole_lines(kept: bytes) -> bytes:
     """Without the half line at the front, if the front was cut off."""
     return kept[kept.find(b"\n") + 1 :] if len(kept) == DATA_MAX else kept
+
+
+def _boot_clock() -> float:
+    """As `clock.boot_clock`."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 def _identity(stat: os.stat_result) -> tuple[int, int, int]:

@@ -159,7 +159,7 @@ async def release(caller: Caller, spec: JobSpec, *, going: bool) -> None:
             await caller.call(spec.slots[0].node, "POST", path, order, deadline_s=3.0)
 
     async def one(node: NodeId) -> None:
-        path, order = f"/v1/jobs/{spec.id}/release", {"attempt": spec.attempt}
+        path, order = f"/v1/jobs/{spec.id}/release", {"attempt": spec.attempt, "going": going}
         await caller.call(node, "POST", path, order, deadline_s=3.0)
 
     await asyncio.gather(*(one(slot.node) for slot in spec.slots), return_exceptions=True)

@@ -129,7 +129,7 @@ class ScriptedClient:
         dest.write_bytes(data)
 
 
-LOST = Failure(None, "box-2", 1, "node lost: box-2 did not answer for 20 s")
+LOST = Failure(None, "box-2", 1, "node lost: box-2 did not answer for 18 s")
 FIRST = replace(SPEC, restarts=3)
 SECOND = next_spec(FIRST, Change(1, (Slot(A, "box-1", 1), Slot(C, "box-3", 2)), (A, C)))
 THIRD = next_spec(SECOND, Change(2, SECOND.slots, SECOND.voters))
@@ -308,7 +308,7 @@ async def test_attempts_that_a_viewer_missed_are_gone_through_in_order(screen: S
     final = await jobs.wait_end(scripted(client), at(FIRST, JobState.RUNNING), screen.ui)
     assert (final.spec.id, final.state) == (THIRD.id, JobState.FAILED)
     assert [row.partition(";")[0] for row in screen.err.getvalue().splitlines()] == [
-        "gpulayer: node box-2 failed: node lost: box-2 did not answer for 20 s",
+        "gpulayer: node box-2 failed: node lost: box-2 did not answer for 18 s",
         f"gpulayer: restart 1 runs as job {SECOND.id} on box-1, box-3",
         "gpulayer: rank 1 on box-3 failed: exit code 7",
         f"gpulayer: restart 2 runs as job {THIRD.id} on box-1, box-3",

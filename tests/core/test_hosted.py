@@ -159,7 +159,7 @@ def test_silent_keeper_ends_the_ranks() -> None:
     box.do(Renewed(), 20)
     assert box.do(Tick(), KEEPER_SILENT_S - 0.1) == []
     assert box.do(Tick(), 0.1) == [StopShim(SILENT_GRACE_S)]
-    assert box.job.problem == "keeper unreachable for 25 s"
+    assert box.job.problem == "keeper unreachable for 19 s"
     assert box.job.keeper_lost
     assert box.states() == [RankState.STOPPING, RankState.STOPPING]
     box.do(Renewed())
@@ -168,6 +168,32 @@ def test_silent_keeper_ends_the_ranks() -> None:
     box.do(RankExited(1, 0, stopped=True))
     assert box.do(ShimDone()) == [FreeGrant()]
     assert all(status.tail == () for status in box.job.report(box.now).ranks)
+
+
+def test_lease_counts_from_the_report_that_the_keeper_has() -> None:
+    box = Box().run()
+    sent = box.job.report(box.now).at
+    box.do(Renewed(sent), 10)
+    assert (box.job.lease, box.job.heard) == (sent + KEEPER_SILENT_S, box.now)
+    box.do(Renewed(sent - 5))  # an old call that came late
+    assert box.job.lease == sent + KEEPER_SILENT_S
+    box.do(Renewed(box.now + 1000))  # of the clock before the machine was started again
+    assert box.job.lease == box.now + KEEPER_SILENT_S
+
+
+def test_stop_with_a_long_grace_keeps_the_lease() -> None:
+    box = Box().run()
+    box.do(Stop(600.0))
+    box.do(Renewed(), 15)
+    assert box.job.lease == box.now + KEEPER_SILENT_S
+
+
+def test_order_to_start_that_lay_in_a_queue_starts_nothing() -> None:
+    box = Box()
+    for event in (Touched(), StageBegan(), Staged()):
+        box.do(event)
+    assert box.do(Start(ORDER), LEASE_S + 1) == [FreeGrant()]
+    assert box.phase is HostPhase.ENDED
 
 
 def test_ranks_that_do_not_start_end_the_part() -> None:
@@ -263,6 +289,8 @@ def test_adopted_job_takes_the_replayed_events() -> None:
     assert job.handle(2.0, ShimDone())[0] == FreeGrant()
     job = HostedJob.adopt(spec(1), 0, now=0.0)
     assert job.handle(KEEPER_SILENT_S, Tick())[0] == StopShim(SILENT_GRACE_S)
+    job = HostedJob.adopt(spec(1), 0, now=0.0, lease=5.0)
+    assert job.handle(5.0, Tick())[0] == StopShim(SILENT_GRACE_S)
 
 
 def test_illegal_move_carries_the_history() -> None:

@@ -640,7 +640,7 @@ async def test_ranks_of_an_agent_that_stays_away_end_before_the_job_is_forgotten
     spec = mesh.spec("box-0", "box-1", code=WAITS)
     # Just after the others have given the node up.
     silence_s = hosting.hosted.agent_silence_s(spec)
-    assert keeping.HOST_LOST_S < hosting.hosted.KEEPER_SILENT_S < silence_s == 30
+    assert keeping.HOST_LOST_S < hosting.hosted.KEEPER_SILENT_S < silence_s == 22
     monkeypatch.setattr(hosting.hosted, "agent_silence_s", lambda _: 3.0)
     _, second = await running(mesh, spec)
     (rank,) = second.host.jobs[JOB].report().ranks

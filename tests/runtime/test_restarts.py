@@ -230,7 +230,7 @@ async def test_witness_counts_on_what_it_heard_lately(
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same in tenths of the time."""
     for where in (hosted, job, succession, module):
-        for name in ("KEEPER_SILENT_S", "GONE_S", "STAGGER_S", "WATCH_S"):
+        for name in ("KEEPER_SILENT_S", "GONE_S", "STAGGER_S", "WATCH_S", "RENEW_S"):
             if hasattr(where, name):
                 monkeypatch.setattr(where, name, getattr(where, name) / 10)
 

@@ -18,6 +18,7 @@ import lan
 import psutil
 import pytest
 from gpulayer_mesh import shim
+from gpulayer_mesh.clock import boot_clock
 from gpulayer_mesh.core import logrecord
 from gpulayer_mesh.core.hosted import RankExited, ShimDone, ShimLost
 from gpulayer_mesh.core.logrecord import LogStream, RecordParser
@@ -541,12 +542,23 @@ async def test_silent_agent_ends_the_ranks(tmp_path: Path) -> None:
     assert job.events[-1] == ShimLost("no word from the agent for 0.3 s")
 
 
-async def test_deaf_ranks_get_the_grace_of_a_silent_agent(tmp_path: Path) -> None:
-    job = Job(tmp_path, DEAF, grace_s=600, agent_silence_s=1.0, agent_silence_grace_s=0.2)
+async def test_deaf_ranks_end_soon_after_the_lease_though_the_agent_watches(tmp_path: Path) -> None:
+    job = Job(tmp_path, DEAF, grace_s=600, fence_grace_s=0.2)
+    job.until_at = boot_clock() + 1.5
     await job.start()
-    await job.until_status("done")
     (end,) = await job.run(ShimLost)
     assert (end.signal, end.stopped) == (9, True)
+    assert job.events[-1] == ShimLost("the lease of this machine ran out")
+
+
+async def test_renewed_lease_ends_nothing(tmp_path: Path) -> None:
+    job = Job(tmp_path, "import time; time.sleep(4)", fence_grace_s=0.2)
+    job.until_at = boot_clock() + 2.5
+    await job.start()
+    assert job.runner.fence(job.dir) == pytest.approx(job.until_at, abs=1e-3)
+    job.until_at += 600.0
+    (end,) = await job.run(ShimDone)
+    assert (end.code, end.stopped) == (0, False)
 
 
 async def test_watched_job_outlives_the_silence(tmp_path: Path) -> None:

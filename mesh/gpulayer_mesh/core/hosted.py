@@ -2,19 +2,24 @@
 
 Rules. Whoever asks must keep asking: before the start the launcher's calls renew a lease, while
 ranks run the keeper's do, and when they stop this node ends its ranks by itself, so a cut-off node
-never keeps a job alive that was declared lost elsewhere. Start happens at most once per job and
+never keeps a job alive that was declared lost elsewhere. The keeper's lease counts from when this
+node sent the last report that the keeper has, which each call of the keeper names: so it is over
+before the keeper's own count from when that report came, whatever the network does to calls and
+answers. The keeper's own node counts from when most voters were last known to hear it. Whoever
+takes the keeper's place waits from `heard`. Start happens at most once per job and
 node; every further Start only gets the current report. Stop may be repeated, can only shorten the
 time left, and is remembered even before a start. No state waits for a message alone.
 
     RESERVED -> STAGING -> STAGED -> RUNNING -> STOPPING -> ENDED      (any of them -> ENDED)
 
 The shell executes the effects of one job in order (a StopShim after its StartShim). This module
-does not know how a process is started, who the keeper is, or what a file is. Time is `now`,
-monotonic seconds.
+does not know how a process is started, who the keeper is, or what a file is. Time is `now`, as in
+`job`.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -32,8 +37,8 @@ from gpulayer_mesh.core.lease import LEASE_S
 from gpulayer_mesh.core.rankenv import first_rank
 from gpulayer_mesh.errors import IllegalTransitionError
 
-KEEPER_SILENT_S = 25.0  # above the keeper's 20 s: it gives a node up before the node gives up
-SILENT_GRACE_S = 5.0  # then; the job is lost anyway, and the devices are wanted elsewhere
+KEEPER_SILENT_S = 19.0  # above the keeper's 18 s: it gives a node up before the node gives up
+SILENT_GRACE_S = 3.0  # then; the job is lost anyway, and the devices are wanted elsewhere
 ALONE_S = 300.0  # without an agent: an update or a crash of it costs a job on this node nothing
 START_S = 30.0  # from the start order to the last rank's process; a cold disk needs some
 CLEANUP_S = 20.0  # all ranks are gone, the shim still ends what they left behind
@@ -48,17 +53,21 @@ TAILS_MAX = 8  # ranks with a tail per report, the earliest failures: bounds a r
 def agent_silence_s(spec: JobSpec) -> float:
     """Return for how long ranks go on while no agent watches over them.
 
-    Where other nodes take part, or watch, these give the node up after a while, and the job is lost
-    or started again: ranks that went on would only hold devices.
+    Where other nodes take part these give the node up after a while, and the job is lost: ranks
+    that went on would only hold devices. Where others may start the job again, the end of the
+    keeper's lease is all that counts.
     """
-    alone = len(spec.slots) == 1 and spec.restart == spec.restarts
-    return ALONE_S if alone else KEEPER_SILENT_S + SILENT_GRACE_S
+    waited_for = len(spec.slots) > 1 and spec.restart == spec.restarts
+    return KEEPER_SILENT_S + SILENT_GRACE_S if waited_for else ALONE_S
 
 
-def agent_silence_grace_s(spec: JobSpec) -> float:
-    """Return what ranks get to end then: little where others wait for their end."""
+def fence_grace_s(spec: JobSpec) -> float | None:
+    """Return what ranks get past the lease, even while no agent runs; None: it ends nothing then.
+
+    Where others may start the job again they count on it: `job.GONE_S`.
+    """
     last = spec.restart == spec.restarts
-    return spec.stop_grace_s if last else min(spec.stop_grace_s, SILENT_GRACE_S)
+    return None if last else min(spec.stop_grace_s, SILENT_GRACE_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +99,14 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
-    """The keeper's lease call."""
+    """A call of the keeper.
+
+    Args:
+        proof: when this node sent the last report that the keeper has, by the machine's clock;
+            a time to come means now.
+    """
+
+    proof: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +118,13 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The launcher gives the reservation back; means nothing once ranks run."""
+    """The launcher gives the reservation back; means nothing once ranks run.
+
+    Args:
+        going: the keeper may have the order to go all the same.
+    """
+
+    going: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,19 +244,26 @@ class HostedJob:
             for rank in range(first, first + slot.processes)
         }
         self._ended: dict[int, float] = {}  # rank -> when it ended
+        self.heard = now + LEASE_S  # the keeper, which may still get the order to go
         self._lease = now + LEASE_S  # the launcher's, then the keeper's
         self._deadline: float | None = None  # of RUNNING's start, cleanup or of STOPPING
         self._killed = False
 
     @classmethod
-    def adopt(cls, spec: JobSpec, slot_index: int, *, now: float) -> HostedJob:
+    def adopt(
+        cls, spec: JobSpec, slot_index: int, *, now: float, lease: float | None = None
+    ) -> HostedJob:
         """Rebuild the machine around a shim that outlived the agent.
 
         The shim's status events are then replayed into it from the first.
+
+        Args:
+            lease: what is left of the earlier agent's, None where it does not matter.
         """
         job = cls(spec, slot_index, now=now)
         job.phase = HostPhase.RUNNING
-        job._lease = now + KEEPER_SILENT_S
+        job.heard = now
+        job._lease = now + KEEPER_SILENT_S if lease is None else min(lease, now + KEEPER_SILENT_S)
         job._deadline = now + START_S
         job.history.append((now, "adopted", "", job.phase.value, ""))
         return job
@@ -255,7 +284,7 @@ class HostedJob:
             case Touched() | StageBegan() | Staged():
                 if self.phase not in _BEFORE_START:
                     return []
-                self._lease = now + LEASE_S
+                self._lease = self.heard = now + LEASE_S
                 if isinstance(event, StageBegan) and self.phase is HostPhase.RESERVED:
                     self._move(now, event, HostPhase.STAGING)
                 elif isinstance(event, Staged) and self.phase is not HostPhase.STAGED:
@@ -263,18 +292,24 @@ class HostedJob:
                 return []
             case StageFailed(error):
                 return self._give_up(now, event, error)
-            case Release():
+            case Release(going):
+                if self.phase in _BEFORE_START and not going:
+                    self.heard = -math.inf  # there will be no keeper
                 return self._give_up(now, event, "released by the launcher")
             case Start(order):
+                self.heard = now
                 if self.phase is not HostPhase.STAGED:
                     return []  # too early: the keeper asks again; later: it is no second start
+                if now >= self._lease:  # an order that lay in a queue: others may run it by now
+                    return self._tick(now, event)
                 self._move(now, event, HostPhase.RUNNING)
                 self._lease = now + KEEPER_SILENT_S
                 self._deadline = now + START_S
                 return [HoldGrant(), StartShim(order)]
-            case Renewed():
-                if self.phase is HostPhase.RUNNING:
-                    self._lease = now + KEEPER_SILENT_S
+            case Renewed(proof):
+                self.heard = now
+                if self.phase in _ALIVE:
+                    self._lease = max(self._lease, min(proof, now) + KEEPER_SILENT_S)
                 return []
             case Stop(grace_s, kill, reason):
                 if self.phase in _BEFORE_START:
@@ -309,6 +344,11 @@ class HostedJob:
             return self._deadline
         return self._lease if self._deadline is None else min(self._lease, self._deadline)
 
+    @property
+    def lease(self) -> float:
+        """Until when ranks may run, unless it is renewed."""
+        return self._lease
+
     def report(self, now: float) -> HostReport:
         """Everything this node knows of its part."""
         ranks = []
@@ -323,7 +363,7 @@ class HostedJob:
                 status = replace(status, tail=())
             ranks.append(status)
         return HostReport(
-            self.spec.id, self.slot.node, self.phase, tuple(ranks), self.problem[:4096]
+            self.spec.id, self.slot.node, self.phase, tuple(ranks), self.problem[:4096], now
         )
 
     def check(self) -> None:

@@ -5,7 +5,9 @@ answer on each host is renewed every RENEW_S and is lost when unheard for HOST_L
 opinion does not count. The first failure by cause ends the job: after a short wait for the reports
 of others, `failure.first_failure` picks, and every other host is stopped. A stop on request ends as
 cancelled. The job ends when every host that can be heard says that no process is left, at the
-latest when the deadline passes. A failed job that may be restarted waits in RESTARTING for word of
+latest when the deadline passes. Where others may start the job again, most voters must be known to
+hear this node (`proof`), for they do when they do not; nodes whose part is over are asked on for
+that. A failed job that may be restarted waits in RESTARTING for word of
 its next attempt, which `Restart` asks for. Reports are full snapshots that never go back:
 duplicates and late ones change nothing. No state waits for a message alone.
 
@@ -17,17 +19,20 @@ duplicates and late ones change nothing. No state waits for a message alone.
                                                                others        running
 
 This module does not know how a host is reached; `StartHost`, `RenewHost` and `StopHost` are calls
-that end as `HostReported` or `ReportFailed`. Time is `now`, monotonic seconds.
+that end as `HostReported` or `ReportFailed`. Time is `now`, monotonic seconds; of a job that others
+may start again, seconds that go on while the machine sleeps.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from gpulayer_mesh.core import failure
+from gpulayer_mesh.core.hosted import KEEPER_SILENT_S, SILENT_GRACE_S
 from gpulayer_mesh.core.jobspec import (
     Failure,
     GoOrder,
@@ -40,6 +45,7 @@ from gpulayer_mesh.core.jobspec import (
     RankStatus,
     Slot,
 )
+from gpulayer_mesh.core.lease import LEASE_S
 from gpulayer_mesh.core.rankenv import world_size
 from gpulayer_mesh.core.restarts import majority
 from gpulayer_mesh.core.types import NodeId
@@ -47,17 +53,17 @@ from gpulayer_mesh.errors import IllegalTransitionError, RemoteProtocolError
 
 GO_S = 30.0  # a keeper that never gets the go order forgets the job
 START_S = 50.0  # from go to the last rank's process; whoever waits knows within a minute
-RENEW_S = 2.0  # a host gives up after 25 s: twelve tries
+RENEW_S = 2.0  # a host gives up after 19 s: nine tries
 CALL_S = 5.0  # a call unanswered for so long is repeated; the shell's own deadline is no longer
-HOST_LOST_S = 20.0  # ten missed renewals; a job on a lost node fails within 30 s
+HOST_LOST_S = 18.0  # nine missed renewals; a job on a lost node fails, or runs again, within 30 s
 SETTLE_S = 1.0  # for reports that cross: which rank failed first?
 SETTLE_CAUSE_S = 3.0  # as long as all known failures only tell of a lost peer
 FAILURE_GRACE_S = 5.0  # the others save what they can; they are gone 10 s after the failure
 END_S = 10.0  # past the grace: hosts kill at its end and then clean up
 KILL_S = 5.0  # after our kill nothing is waited for any longer
 # Past its last sign of life, until the ranks of a node that is cut off, or without its agent, are
-# gone: `hosted` ends them after 25 to 30 s with a grace of 5 s, and kills for 5 s.
-GONE_S = 42.0
+# gone: its lease, the grace, and 2 s for the shim to look and the kernel to end what was killed.
+GONE_S = KEEPER_SILENT_S + SILENT_GRACE_S + 2.0
 RESTART_S = 300.0  # without a word on the next attempt; who sees to it has limits of its own
 HISTORY = 64  # entries
 
@@ -77,9 +83,10 @@ class Go:
 
 @dataclass(frozen=True, slots=True)
 class HostReported:
-    """A host's report: the answer to a call, or sent by itself."""
+    """A host's report: the answer to a call that was made at `asked`, or sent by itself."""
 
     report: HostReport
+    asked: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,7 @@ class Watched:
     """A witness answered: it would see to the next attempt if this node were lost."""
 
     node: NodeId
+    asked: float  # when it was called
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +177,7 @@ class StopHost:
     node: NodeId
     grace_s: float
     kill: bool
+    heard: float = 0.0  # `HostReport.at` of the last report
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +235,10 @@ class _Host:
     slot: Slot
     first_rank: int
     heard: float  # when a report came that was not older than what we knew
+    hears: float  # when the last call was made that it answered
     report: HostReport
     ended_at: dict[int, float]  # rank -> keeper's time
+    answered: bool = False  # since go
     call_until: float | None = None  # a call is in flight at most until then
     call_at: float = 0.0  # when the next is due
     error: str = ""  # of the last call, "" after an answer
@@ -276,7 +287,7 @@ class KeptJob:
         rank = 0
         for slot in spec.slots:
             report = HostReport(spec.id, slot.node, HostPhase.RESERVED)
-            self._hosts[slot.node] = _Host(slot, rank, now, report, {})
+            self._hosts[slot.node] = _Host(slot, rank, now, now, report, {})
             rank += slot.processes
         self._order: GoOrder | None = None  # dropped once all run: it carries the secrets
         self._cancelled = False
@@ -289,18 +300,25 @@ class KeptJob:
         self._successor = ""
         self._waiting = ""  # for what the next attempt waits
         self._asked = False  # for the next attempt
-        self._watched: dict[NodeId, float] = {}  # witness -> when it answered last
+        self._watched: dict[NodeId, float] = {}  # witness -> as `_Host.hears`
 
     @classmethod
-    def resume(cls, record: JobRecord, *, now: float) -> KeptJob:
+    def resume(cls, record: JobRecord, *, now: float, proof: float | None = None) -> KeptJob:
         """Rebuild the machine of a job that runs, after the keeper's agent restarted.
 
         A job that was still starting is stopped: its order, with the secrets, was never on disk.
+
+        Args:
+            proof: what the earlier agent knew, as `proof` returns it; None if it is of no use.
         """
+        proof = now if proof is None else min(proof, now)
         job = cls(record.spec, now=now)
         job._went = now - record.age_s
         for report in record.reports:
             job._merge(now, job._hosts[report.node], report)
+        for host in job._hosts.values():
+            host.hears = proof
+            host.answered = True
         if record.state is JobState.RESTARTING:
             job.failure = record.failure
             job.stage = Stage.RESTARTING
@@ -311,7 +329,7 @@ class KeptJob:
         job._deadline = None
         job.history.append((now, "resumed", "", job.stage.value, ""))
         # It may have been watched, and they may count the seconds.
-        job._watched = dict.fromkeys(record.spec.voters[len(record.spec.slots) :], now)
+        job._watched = dict.fromkeys(record.spec.voters[len(record.spec.slots) :], proof)
         if record.cause:
             job.cause, job._cancelled = record.cause, True
             job._stop_all(now, Tick(), record.spec.stop_grace_s)
@@ -321,6 +339,24 @@ class KeptJob:
             )
             job._stop_all(now, Tick(), FAILURE_GRACE_S)
         return job
+
+    def proof(self, now: float) -> float:
+        """Return when most voters, this node among them, were last known to hear it.
+
+        Once that is `GONE_S` ago the others may start the next attempt. Where they cannot, now.
+        """
+        spec = self.spec
+        others = [node for node in spec.voters if node != spec.slots[0].node]
+        most = majority(spec.voters)
+        known_of = len(spec.slots) > 1 or self._watched or spec.restart
+        if not self._may_be_restarted or not known_of or not 1 < most <= len(others):
+            return now
+        heard = sorted((self._heard_by(node) for node in others), reverse=True)
+        return min(now, heard[most - 2])
+
+    def _heard_by(self, voter: NodeId) -> float:
+        host = self._hosts.get(voter)
+        return self._watched.get(voter, self._went) if host is None else host.hears
 
     @property
     def state(self) -> JobState:
@@ -373,12 +409,14 @@ class KeptJob:
                     self._order = order
                     self._went = now
                     for host in self._hosts.values():
-                        host.heard = now
+                        host.heard = host.hears = now
                     self._move(now, event, Stage.STARTING, now + START_S)
-            case HostReported(report):
+            case HostReported(report, asked):
                 host = self._hosts[report.node]
                 host.call_until = None
                 host.error = ""
+                host.answered = True
+                host.hears = max(host.hears, asked or 0.0)
                 self._merge(now, host, report)
             case ReportFailed(node, error):
                 if node in self._hosts:
@@ -389,8 +427,8 @@ class KeptJob:
             case HostRemoved(node):
                 if node in self._hosts and not self._hosts[node].over:
                     self._hosts[node].lost = "was removed from the mesh"
-            case Watched(node):
-                self._watched[node] = now
+            case Watched(node, asked):
+                self._watched[node] = max(asked, self._watched.get(node, 0.0))
             case Restarted(successor):
                 if self.stage is Stage.RESTARTING:
                     self._successor = successor
@@ -420,9 +458,8 @@ class KeptJob:
             return self._went  # at once
         if self.stage not in (Stage.WAITING, Stage.RESTARTING):
             for host in self._hosts.values():
-                if host.over:
-                    continue
-                times.append(host.call_at if host.call_until is None else host.call_until)
+                if self._calls_on(host):
+                    times.append(host.call_at if host.call_until is None else host.call_until)
                 if self._watches(host):
                     times.append(host.heard + HOST_LOST_S)
         if self.stage in (Stage.STARTING, Stage.RUNNING):
@@ -569,17 +606,9 @@ class KeptJob:
         return Failure(None, name, 1, f"node {name}: {reason}")
 
     def _cut_off_at(self) -> float | None:
-        """When too few voters have been heard for too long; None: they could not do without us."""
-        spec = self.spec
-        witnesses = spec.voters[len(spec.slots) :]
-        needed = majority(spec.voters)
-        if not self._may_be_restarted or len(spec.slots) > 1 or len(witnesses) < needed:
-            return None
-        if not self._watched and not spec.restart:
-            return None  # no witness knows of this job yet
-        # With this node they must be a majority, or the others are one without it.
-        heard = sorted(self._watched.get(node, self._went) for node in witnesses)
-        return heard[-(needed - 1)] + HOST_LOST_S
+        """When too few voters are known to hear this node; None: they could not do without it."""
+        proof = self.proof(math.inf)
+        return None if proof == math.inf else proof + HOST_LOST_S
 
     @property
     def _may_be_restarted(self) -> bool:
@@ -618,7 +647,7 @@ class KeptJob:
         """Make the calls that are due, one in flight per host."""
         effects: list[Effect] = []
         for host in self._hosts.values():
-            if self.stage in _QUIET or host.over:
+            if self.stage in _QUIET or not self._calls_on(host):
                 continue
             if host.call_until is not None and now >= host.call_until:
                 host.call_until = None
@@ -628,8 +657,8 @@ class KeptJob:
             host.call_until = now + CALL_S
             host.call_at = now + RENEW_S
             node = host.slot.node
-            if self.stage is Stage.STOPPING:
-                effects.append(StopHost(node, self._grace_s, self._killed))
+            if self.stage is Stage.STOPPING and not host.gone:
+                effects.append(StopHost(node, self._grace_s, self._killed, host.report.at))
             elif self._order is not None and _ORDER[host.report.phase] < _ORDER[HostPhase.RUNNING]:
                 effects.append(StartHost(node, self._order))
             else:
@@ -665,8 +694,12 @@ class KeptJob:
 
     def _gone_after_s(self, now: float) -> float:
         """How long ranks may be left on nodes that did not say that theirs are gone."""
-        silent = (host.heard for host in self._hosts.values() if not host.gone)
-        return max((max(0.0, heard + GONE_S - now) for heard in silent), default=0.0)
+        gone = [self._gone_at(host) for host in self._hosts.values() if not host.gone]
+        return max(0.0, *gone, now) - now if gone else 0.0
+
+    def _gone_at(self, host: _Host) -> float:
+        # One that never answered may have taken the order to start until its reservation ended.
+        return host.heard + GONE_S + (0.0 if host.answered else LEASE_S)
 
     def _not_restarted(self, now: float, event: Event, why: str) -> None:
         assert self.failure is not None
@@ -686,6 +719,10 @@ class KeptJob:
         if host.over or self.stage in _QUIET:
             return False
         return self.stage is not Stage.STARTING or host.heard > self._went
+
+    def _calls_on(self, host: _Host) -> bool:
+        """A node whose part is over is asked on where it could go on without this one."""
+        return not host.over or (host.gone and not host.lost and self._may_be_restarted)
 
     def _late(self, now: float) -> bool:
         return self._deadline is not None and now >= self._deadline

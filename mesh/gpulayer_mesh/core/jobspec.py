@@ -149,6 +149,7 @@ class HostReport:
     phase: HostPhase
     ranks: Annotated[tuple[RankStatus, ...], Meta(max_length=1024)] = ()
     problem: Annotated[str, Meta(max_length=4096)] = ""  # why it could not start or go on
+    at: float = 0.0  # by the node's own clock; the keeper gives it back, see `hosted`
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from gpulayer_mesh.core.jobspec import (
     HostPhase,
     JobSpec,
 )
+from gpulayer_mesh.core.lease import LEASE_S
 from gpulayer_mesh.core.roster import RosterBook
 from gpulayer_mesh.core.types import NodeId
 from gpulayer_mesh.errors import GpuLayerError, NotAllowedError, RemoteProtocolError
@@ -39,6 +40,7 @@ class Agreements:
         root: `attempts` below the agent's home.
         node, name: this one.
         part: how far this node's part in an attempt is, None if it has none.
+        keeper_heard_s: how long ago it heard the keeper of one in which it has a part.
     """
 
     def __init__(
@@ -49,12 +51,14 @@ class Agreements:
         name: str,
         book: RosterBook,
         part: Callable[[str], HostPhase | None],
+        keeper_heard_s: Callable[[str], float | None],
     ) -> None:
         self._root = root
         self._node = node
         self._name = name
         self._book = book
         self._part = part
+        self._keeper_heard_s = keeper_heard_s
         self._heard: dict[str, float] = {}  # of an attempt, as its witness; monotonic
         root.mkdir(mode=0o700, exist_ok=True)
 
@@ -82,12 +86,14 @@ class Agreements:
             GpuLayerError: the disk refuses.
         """
         before = attempt.history[-1].id if attempt.history else ""
-        heard = self._heard.get(before)
+        heard_s = self._keeper_heard_s(before)
+        if heard_s is None and (heard := self._heard.get(before)) is not None:
+            heard_s = time.monotonic() - heard
         bound = bind(
             attempt,
             self.bound(attempt.spec.id),
             part=self._part(before),
-            heard_s=None if heard is None else time.monotonic() - heard,
+            heard_s=heard_s,
             node=self._node,
             name=self._name,
         )
@@ -159,7 +165,7 @@ class Agreements:
         if self._node not in restarts.witnesses(attempt.spec):
             raise NotAllowedError(f"{self._name} is no witness of that job")
         self.refuse_superseded(attempt.spec)
-        self.heard(attempt.spec.id)
+        self._heard[attempt.spec.id] = time.monotonic() + LEASE_S  # until when it may go
 
     def _asked_for(self, request: DoorRequest) -> Signed:
         body = wire.unpack(request.body, max_bytes=CHAIN_MAX + 1024)

@@ -30,6 +30,7 @@ from gpulayer_mesh.runtime.copies import Copies
 from gpulayer_mesh.runtime.hosting import JobHost
 from gpulayer_mesh.runtime.livejob import CHAIN_MAX, Signed, open_signed, sign_change
 from gpulayer_mesh.runtime.store import ChunkStore
+from gpulayer_mesh.runtime.succession import ASK_S
 
 log = logging.getLogger("gpulayer.restarts")
 
@@ -37,7 +38,7 @@ FILES_S = 900.0  # to list what was made, which is hashed: 100 GB from a slow di
 RESTORE_S = 120.0  # to bring it; more, with its size
 ANSWER_S = 2.0  # a node that is to take part answers a ping by then
 AGREE_S = 5.0
-RECORD_S = 3.0
+RECORD_S = ASK_S
 LISTING_S = 30.0  # a list of copies, 20 MB at most
 
 

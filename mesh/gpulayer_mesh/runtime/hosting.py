@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -17,7 +18,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, assert_never
+from typing import Annotated, Protocol, assert_never
+
+from msgspec import Meta
 
 from gpulayer_mesh.core import hosted, job, retention, wire
 from gpulayer_mesh.core.devicecare import unfit
@@ -44,7 +47,14 @@ from gpulayer_mesh.errors import (
     RemoteProtocolError,
 )
 from gpulayer_mesh.runtime.background import Background
-from gpulayer_mesh.runtime.livejob import JobFolder, LiveJob, Signed, open_signed, slot_of
+from gpulayer_mesh.runtime.livejob import (
+    JobFolder,
+    LiveJob,
+    Signed,
+    lease_clock,
+    open_signed,
+    slot_of,
+)
 from gpulayer_mesh.runtime.peers import PeerCall
 from gpulayer_mesh.runtime.shims import RankCommand, ShimConfig, ShimRunner
 from gpulayer_mesh.runtime.store import ChunkStore
@@ -57,6 +67,15 @@ TAIL_LINES = hosted.TAIL_LINES
 BEFORE_START = frozenset({HostPhase.RESERVED, HostPhase.STAGING, HostPhase.STAGED})
 _GONE = ".gone-"  # in front of the names of folders that are being removed
 ASK_S = 5.0  # between questions of a part that is over to the keeper
+
+
+@dataclass(frozen=True, slots=True)
+class HaltOrder:
+    """The keeper ends a node's ranks."""
+
+    grace_s: Annotated[float, Meta(ge=0, le=86400)]
+    kill: bool
+    heard: float  # as `hosted.Renewed.proof`
 
 
 class Care(Protocol):
@@ -145,17 +164,16 @@ class JobHost:
         try:
             while True:
                 self._wake.clear()
-                now = time.monotonic()
                 for one in list(self.jobs.values()):
-                    if _due(one.machine.next_timeout(), now):
+                    if _due(one.machine.next_timeout(), one.clock()):
                         self.on_host(one, hosted.Tick())
-                    if one.kept is not None and _due(one.kept.next_timeout(), now):
+                    if one.kept is not None and _due(one.kept.next_timeout(), one.clock()):
                         self.on_keeper(one, job.Tick())
-                for grant in self.site.reservations.expire(now):
+                for grant in self.site.reservations.expire(time.monotonic()):
                     log.info("job %s: the reservation ran out", grant.job)
                     self.site.changed()
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._pause(time.monotonic())):
+                    async with asyncio.timeout(self._pause()):
                         await self._wake.wait()
         finally:
             await self._background.close()
@@ -254,7 +272,7 @@ class JobHost:
         except GpuLayerError:
             self.site.reservations.release(spec.id)
             raise
-        machine = hosted.HostedJob(spec, slot_index, now=now)
+        machine = hosted.HostedJob(spec, slot_index, now=lease_clock(spec))
         record = JobRecord(spec, JobState.PLACING, spec.slots[0].node)
         one = LiveJob(attempt, slot_index, folder, machine, record)
         self.jobs[spec.id] = one
@@ -272,17 +290,27 @@ class JobHost:
         self.site.reservations.renew(time.monotonic(), one.spec.id)
         self.on_host(one, hosted.Touched())
 
-    def release(self, one: LiveJob) -> None:
-        """The launcher gives up before the start."""
-        self.on_host(one, hosted.Release())
+    def release(self, one: LiveJob, *, going: bool = False) -> None:
+        """The launcher gives up before the start; as `hosted.Release`."""
+        self.on_host(one, hosted.Release(going))
 
     def become_keeper(self, one: LiveJob, order: GoOrder) -> None:
         """Hold the job's record from now on, and start it everywhere."""
-        one.kept = job.KeptJob(one.spec, now=time.monotonic())
+        one.kept = job.KeptJob(one.spec, now=one.clock())
         self.on_keeper(one, job.Go(order))
 
+    def called(
+        self, one: LiveJob, heard: float = -math.inf, event: hosted.Event | None = None
+    ) -> None:
+        """The keeper spoke, and has what this node reported at `heard`, by this node's clock."""
+        self.on_host(one, hosted.Renewed(heard))
+        if event is not None:
+            self.on_host(one, event)
+
     def take_record(self, one: LiveJob, record: JobRecord) -> None:
-        """The keeper's word on a job."""
+        """The keeper's word on a job; one that was lost may say later how it really ended."""
+        if one.record.state in OVER and record.state not in OVER:
+            return
         one.record, one.recorded = record, time.monotonic()
         one.folder.save_record(record)
 
@@ -291,7 +319,7 @@ class JobHost:
     def on_host(self, one: LiveJob, event: hosted.Event) -> None:
         """Tell this node's part of a job what happened."""
         reserved = one.machine.phase is HostPhase.RESERVED
-        for effect in one.machine.handle(time.monotonic(), event):
+        for effect in one.machine.handle(one.clock(), event):
             match effect:
                 case hosted.StartShim(order):
                     if one.may_be_restarted:
@@ -384,7 +412,6 @@ class JobHost:
 
         One that stays silent or is no member is lost, whatever our own ranks came to.
         """
-        heard = time.monotonic()
         path = f"/v1/jobs/{one.spec.id}"
         while one.record.state not in OVER:
             if one.keeper not in self.site.book:
@@ -395,27 +422,27 @@ class JobHost:
                 answer = await self.site.call(one.keeper, "GET", path, deadline_s=job.CALL_S)
                 record = wire.decode_as(JobRecord, wire.unpack(answer, max_bytes=wire.BODY_MAX))
             except GpuLayerError:
-                if time.monotonic() - heard >= hosted.KEEPER_SILENT_S:
+                if one.clock() - one.machine.heard >= hosted.KEEPER_SILENT_S:
                     self._keeper_lost(one, f"keeper unreachable for {hosted.KEEPER_SILENT_S:g} s")
                     return
                 continue
-            heard = time.monotonic()
+            self.called(one)
             if record.spec == one.spec and one.record.state not in OVER:
                 self.take_record(one, record)
 
     def on_keeper(self, one: LiveJob, event: job.Event) -> None:
         """Tell the keeper's machine of a job what happened."""
         assert one.kept is not None
-        for effect in one.kept.handle(time.monotonic(), event):
+        for effect in one.kept.handle(one.clock(), event):
             match effect:
                 case job.StartHost(node, order):
                     start = hosted.Start(order)
                     self._background.spawn(self._ask(one, node, "start", order, start))
                 case job.RenewHost(node):
                     record = one.current_record()
-                    self._background.spawn(self._ask(one, node, "lease", record, hosted.Renewed()))
-                case job.StopHost(node, grace_s, kill):
-                    body = {"grace_s": grace_s, "kill": kill}
+                    self._background.spawn(self._ask(one, node, "lease", record, None))
+                case job.StopHost(node, grace_s, kill, heard):
+                    body = HaltOrder(grace_s, kill, heard)
                     stop = hosted.Stop(grace_s, kill)
                     self._background.spawn(self._ask(one, node, "halt", body, stop))
                 case job.Restart(after_s):
@@ -433,27 +460,31 @@ class JobHost:
                     assert_never(effect)
         self._wake.set()
 
-    def _pause(self, now: float) -> float:
-        times = [self.site.reservations.next_timeout()]
+    def _pause(self) -> float:
+        """Return the seconds until a timer is due."""
+        due = [(self.site.reservations.next_timeout(), time.monotonic())]
         for one in self.jobs.values():
-            times.append(one.machine.next_timeout())
+            now = one.clock()
+            due.append((one.machine.next_timeout(), now))
             if one.kept is not None:
-                times.append(one.kept.next_timeout())
-        return max(0.0, min((t for t in times if t is not None), default=now + 3600.0) - now)
+                due.append((one.kept.next_timeout(), now))
+        return max(0.0, min((at - now for at, now in due if at is not None), default=3600.0))
 
     # --- the other participants ------------------------------------------------------------------
 
     async def _ask(
-        self, one: LiveJob, node: NodeId, verb: str, body: object, event: hosted.Event
+        self, one: LiveJob, node: NodeId, verb: str, body: object, event: hosted.Event | None
     ) -> None:
         """One keeper's call to a participant; its report, or the failure, is the next event.
 
         Args:
-            event: the same, for this node itself.
+            event: the same, for this node itself; None only renews.
         """
+        assert one.kept is not None
+        asked = one.clock()
         if node == self.site.node:
-            self.on_host(one, event)
-            self.on_keeper(one, job.HostReported(one.report()))
+            self.called(one, one.kept.proof(asked), event)
+            self.on_keeper(one, job.HostReported(one.report(), asked))
             return
         try:
             path = f"/v1/jobs/{one.spec.id}/{verb}"
@@ -466,7 +497,7 @@ class JobHost:
         except GpuLayerError as e:
             self.on_keeper(one, job.ReportFailed(node, e.message))
         else:
-            self.on_keeper(one, job.HostReported(report))
+            self.on_keeper(one, job.HostReported(report, asked))
 
     async def _report(self, one: LiveJob, report: HostReport) -> None:
         if one.keeper == self.site.node:
@@ -491,14 +522,14 @@ class JobHost:
         if devices := one.machine.slot.devices:
             one.folder.save_before(await self.site.care.ranks_start(devices))
         try:
-            await self.site.shims.start(one.path, self._shim_config(one, order))
+            await self.site.shims.start(one.path, self._shim_config(one, order), one.until)
         except (GpuLayerError, OSError) as e:
             self.on_host(one, hosted.ShimLost(f"{self.site.name}: {e}"))
             return
         await self._watch_shim(one)
 
     async def _watch_shim(self, one: LiveJob) -> None:
-        async for event in self.site.shims.watch(one.path):
+        async for event in self.site.shims.watch(one.path, one.until):
             if isinstance(event, hosted.RankExited):
                 tail = await asyncio.to_thread(
                     self.site.shims.tail_lines, one.path, event.rank, TAIL_LINES
@@ -534,7 +565,7 @@ class JobHost:
             grace_s=spec.stop_grace_s,
             raised_grace_s=job.raised_grace_s(spec),
             agent_silence_s=hosted.agent_silence_s(spec),
-            agent_silence_grace_s=hosted.agent_silence_grace_s(spec),
+            fence_grace_s=hosted.fence_grace_s(spec),
             secrets=tuple(order.secrets.values()),
         )
 
@@ -588,15 +619,17 @@ class JobHost:
         if spec.restart and record.state is JobState.PLACING and not adopted:
             self._remove(folder.path)  # as in `_came_to_nothing`
             return
-        now = time.monotonic()
+        now = lease_clock(spec)
+        fenced = spec.restart < spec.restarts
+        lease = self.site.shims.fence(folder.path) if fenced else None
         if adopted:
-            machine = hosted.HostedJob.adopt(spec, index, now=now)
+            machine = hosted.HostedJob.adopt(spec, index, now=now, lease=lease)
         else:
             machine = hosted.HostedJob(spec, index, now=now)
             machine.handle(now, hosted.StageFailed("its agent was started anew before the job"))
         one = LiveJob(attempt, index, folder, machine, record)
         self.jobs[spec.id] = one
-        one.recorded = now - folder.record_age_s()
+        one.recorded = time.monotonic() - folder.record_age_s()
         one.begun.set()
         if manifest is not None:
             one.take_manifest(manifest)
@@ -611,7 +644,8 @@ class JobHost:
         if record.state in OVER:
             return
         if one.keeper == self.site.node and record.state is not JobState.PLACING:
-            one.kept = job.KeptJob.resume(record, now=now)
+            proof = None if lease is None else lease - hosted.KEEPER_SILENT_S
+            one.kept = job.KeptJob.resume(record, now=now, proof=proof)
         elif record.state is JobState.RESTARTING:
             self._restarting.stand_in(one)
         elif not adopted:

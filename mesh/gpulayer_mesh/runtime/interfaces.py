@@ -11,7 +11,6 @@ import asyncio
 import ipaddress
 import re
 import socket
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from gpulayer_mesh.clock import boot_clock
 from gpulayer_mesh.core.types import Address, Interface
 
 _ORDER = {"ethernet": 0, "wifi": 1, "tunnel": 2, "virtual": 3, "loopback": 4}
@@ -169,12 +169,6 @@ class Woke:
     """The machine was suspended, or this process was stopped, for about `gap_s` seconds."""
 
     gap_s: float
-
-
-def boot_clock() -> float:
-    """Seconds that also pass while the machine sleeps; `time.monotonic` stands still then."""
-    # Linux has CLOCK_BOOTTIME; on macOS it is CLOCK_MONOTONIC that counts sleep.
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class InterfaceWatch:

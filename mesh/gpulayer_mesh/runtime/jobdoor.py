@@ -38,7 +38,7 @@ from gpulayer_mesh.errors import (
     TransportError,
 )
 from gpulayer_mesh.runtime.door import DoorRequest, Route, Stream
-from gpulayer_mesh.runtime.hosting import BEFORE_START, JobHost
+from gpulayer_mesh.runtime.hosting import BEFORE_START, HaltOrder, JobHost
 from gpulayer_mesh.runtime.livejob import (
     CHAIN_MAX,
     LiveJob,
@@ -65,6 +65,7 @@ class _StopOrder:
 @dataclass(frozen=True, slots=True)
 class _Release:
     attempt: Annotated[int, Meta(ge=0)] = 0
+    going: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ class JobDoor:
         one = self._started(request)
         order = wire.decode_as(_Release, wire.unpack(request.body))
         if order.attempt >= one.spec.attempt:  # a late word on an earlier try must not end this one
-            self._host.release(one)
+            self._host.release(one, going=order.going)
         return one.report()
 
     async def manifest(self, request: DoorRequest) -> dict[str, Any]:
@@ -296,6 +297,7 @@ class JobDoor:
             raise RemoteProtocolError("go belongs to the node of rank 0")
         order = wire.decode_as(GoOrder, wire.unpack(request.body, max_bytes=wire.SPEC_MAX))
         if one.kept is None:
+            self._host.on_host(one, hosted.Tick())  # the order may have lain in a queue for long
             if one.machine.phase is not HostPhase.STAGED:
                 raise RemoteProtocolError(f"job {one.spec.id} is {one.machine.phase}, not staged")
             self._host.become_keeper(one, order)
@@ -314,14 +316,15 @@ class JobDoor:
         if record.spec != one.spec:
             raise RemoteProtocolError("the record is of another job")
         self._host.take_record(one, record)
-        self._host.on_host(one, hosted.Renewed())
+        known = [report.at for report in record.reports if report.node == self._site.node]
+        self._host.called(one, max(known, default=0.0))
         return one.report()
 
     async def halt(self, request: DoorRequest) -> HostReport:
         """The keeper ends this node's ranks."""
         one = self._kept(request)
-        order = wire.decode_as(_StopOrder, wire.unpack(request.body))
-        self._host.on_host(one, hosted.Stop(order.grace_s or 0.0, order.kill))
+        order = wire.decode_as(HaltOrder, wire.unpack(request.body))
+        self._host.called(one, order.heard, hosted.Stop(order.grace_s, order.kill))
         return one.report()
 
     async def report(self, request: DoorRequest) -> None:
@@ -354,7 +357,7 @@ class JobDoor:
                 answer = await self._site.call(one.keeper, "POST", path, request.body)
                 return wire.decode_as(JobRecord, wire.unpack(answer, max_bytes=wire.BODY_MAX))
             except (TransportError, NotFoundError):
-                pass  # its lease would end our ranks in 25 s; whoever asked wants it now
+                pass  # its lease would end our ranks in 19 s; whoever asked wants it now
         self._host.on_host(one, hosted.Stop(grace_s, order.kill, f"stopped by {by}"))
         return one.current_record()
 

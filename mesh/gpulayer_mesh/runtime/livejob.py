@@ -23,6 +23,7 @@ from typing import Annotated
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from msgspec import Meta
 
+from gpulayer_mesh.clock import boot_clock
 from gpulayer_mesh.core import restarts, wire
 from gpulayer_mesh.core.hosted import HostedJob
 from gpulayer_mesh.core.job import KeptJob
@@ -160,6 +161,11 @@ class Signed:
     history: tuple[JobSpec, ...] = ()  # the attempts before, the first one first
 
 
+def lease_clock(spec: JobSpec) -> float:
+    """Time for a job's machines: who may start it again does not wait for a machine that sleeps."""
+    return boot_clock() if spec.restart < spec.restarts else time.monotonic()
+
+
 @dataclass(slots=True)
 class LiveJob:
     """One job, reserved, running or over."""
@@ -211,14 +217,22 @@ class LiveJob:
         """No process of the job is left on this node."""
         return self.machine.phase is HostPhase.ENDED
 
+    def clock(self) -> float:
+        """The time of the machines."""
+        return lease_clock(self.spec)
+
     def report(self) -> HostReport:
-        return self.machine.report(time.monotonic())
+        return self.machine.report(self.clock())
+
+    def until(self) -> float | None:
+        """Until when ranks may run even while no agent does; None: no lease ends them then."""
+        return self.machine.lease if self.may_be_restarted else None
 
     def current_record(self) -> JobRecord:
         """The job as far as this node knows, ages as of now."""
-        now = time.monotonic()
         if self.kept is not None:
-            return self.kept.record(now)
+            return self.kept.record(self.clock())
+        now = time.monotonic()
         passed, ended = now - self.recorded, self.record.ended_age_s
         return replace(
             self.record,

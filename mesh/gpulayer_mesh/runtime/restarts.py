@@ -46,7 +46,7 @@ from gpulayer_mesh.runtime.succession import NotRestartedError, Succession, stan
 
 log = logging.getLogger("gpulayer.restarts")
 
-WATCH_S = 5.0  # between words of a keeper to its witnesses; `job` counts 20 s of silence
+WATCH_S = 3.0  # between words of a keeper to its witnesses; `job` counts 18 s of silence
 FORGET_S = 10 * 86400.0  # after the longest that a job's record is kept
 
 
@@ -87,6 +87,7 @@ class Restarts:
             name=host.site.name,
             book=host.site.book,
             part=self._part,
+            keeper_heard_s=self._keeper_heard_s,
         )
         self._watches_dir = host.site.home / "watches"
         self._copying: dict[str, asyncio.Task[None]] = {}
@@ -212,7 +213,7 @@ class Restarts:
             found = await stand_in(
                 self._ground(_secrets(one)),
                 one.attempt,
-                after_s=job.GONE_S - hosted.KEEPER_SILENT_S,
+                after_s=max(0.0, one.machine.heard + job.GONE_S - one.clock()),
                 seconds=job.RESTART_S,
                 succeed=lambda left_s: self._succeed(one.attempt, _secrets(one), left_s, say=waits),
             )
@@ -449,10 +450,11 @@ class Restarts:
         )
         path = f"/v1/watches/{one.spec.id}"
         while True:
+            asked = one.clock()
             with contextlib.suppress(GpuLayerError):
                 await self._site.call(witness, "POST", path, body, deadline_s=WATCH_S)
                 if one.kept is not None:
-                    self._host.on_keeper(one, job.Watched(witness))
+                    self._host.on_keeper(one, job.Watched(witness, asked))
             await asyncio.sleep(WATCH_S)
 
     # --- the next attempt ------------------------------------------------------------------------
@@ -494,6 +496,10 @@ class Restarts:
     def _part(self, attempt: str) -> HostPhase | None:
         one = self._host.jobs.get(attempt)
         return None if one is None else one.machine.phase
+
+    def _keeper_heard_s(self, attempt: str) -> float | None:
+        one = self._host.jobs.get(attempt)
+        return None if one is None else one.clock() - one.machine.heard
 
     async def _stop(self, ident: str) -> None:
         bound = self.agreements.bound(ident)

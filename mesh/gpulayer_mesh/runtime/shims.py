@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import assert_never
@@ -69,7 +69,7 @@ class ShimConfig:
     grace_s: float = 30.0  # from SIGTERM to SIGKILL when the shim stops by itself
     raised_grace_s: float = 30.0  # to end by itself for a Python rank that an exception ended
     agent_silence_s: float = 300.0  # nobody watches; higher survives longer agent outages
-    agent_silence_grace_s: float = 30.0  # what the ranks get then
+    fence_grace_s: float | None = None  # what they get past the lease, if that ends them
     secrets: tuple[str, ...] = ()  # values of 8 bytes and more that are masked in the logs
     log_limit_bytes: int = shim.LOG_MAX  # per rank
 
@@ -109,8 +109,13 @@ class _Done(_Line, frozen=True, tag="done"):
     pass
 
 
+Until = Callable[[], float | None]
 _StatusLine = _Started | _RankStarted | _RankExited | _Stopping | _Problem | _Done
 ShimEvent = hosted.RankStarted | hosted.RankExited | hosted.ShimDone | hosted.ShimLost
+
+
+def _unfenced() -> None:
+    return None
 
 
 class ShimRunner:
@@ -123,10 +128,13 @@ class ShimRunner:
     def __init__(self, python: str = sys.executable) -> None:
         self._python = python
 
-    async def start(self, job_dir: Path, config: ShimConfig) -> None:
+    async def start(self, job_dir: Path, config: ShimConfig, until: Until = _unfenced) -> None:
         """Start a detached shim; return when its ranks are about to start.
 
         Makes `logs/` and `out/rank<k>/`. One shim per job folder, ever.
+
+        Args:
+            until: as for `watch`.
 
         Raises:
             GpuLayerError: it did not start; the message carries what it said.
@@ -134,7 +142,7 @@ class ShimRunner:
         for rank in config.ranks:
             (job_dir / "out" / f"rank{rank.rank}").mkdir(parents=True, exist_ok=True, mode=0o700)
         (job_dir / "logs").mkdir(exist_ok=True, mode=0o700)
-        self.touch(job_dir)
+        self.touch(job_dir, until())
         await asyncio.to_thread(self._spawn, job_dir, json.dumps(asdict(config)).encode())
         status = _Status(job_dir)
         deadline = time.monotonic() + START_DEADLINE_S
@@ -195,8 +203,12 @@ class ShimRunner:
             os.close(fd)
         return False
 
-    async def watch(self, job_dir: Path) -> AsyncIterator[ShimEvent]:
+    async def watch(self, job_dir: Path, until: Until = _unfenced) -> AsyncIterator[ShimEvent]:
         """Yield every event from the first on, past and future, and keep the shim's lease alive.
+
+        Args:
+            until: when `ShimConfig.fence_grace_s` is set, returns until when the ranks may run, by
+                `clock.boot_clock`.
 
         Ends after ShimDone, or after ShimLost where the shim is gone without a word, failed, or
         stopped the ranks on its own. A rank's log is complete when its RankExited comes.
@@ -209,7 +221,7 @@ class ShimRunner:
             alive = self.alive(job_dir)  # before reading, so that a last word is not missed
             now = time.monotonic()
             if alive and now >= next_touch:
-                self.touch(job_dir)
+                self.touch(job_dir, until())
                 next_touch = now + TOUCH_S
             known = bool(cookie)  # `alive` was asked when it was; else the shim has just come
             for line in status.read():
@@ -243,9 +255,21 @@ class ShimRunner:
                 return
             await asyncio.sleep(POLL_S if now - quiet_since < _QUIET_AFTER_S else POLL_QUIET_S)
 
-    def touch(self, job_dir: Path) -> None:
+    def touch(self, job_dir: Path, until: float | None = None) -> None:
         """Renew the lease by hand; `watch` does it while it runs."""
-        (job_dir / "lease").touch(mode=0o600)
+        path = job_dir / "lease"
+        if until is None or not path.exists():
+            path.touch(mode=0o600)
+        if until is not None:
+            # A full disk takes no more data, but a time; and a time is read whole or not at all.
+            os.utime(path, (until, until))
+
+    def fence(self, job_dir: Path) -> float:
+        """Return until when ranks may run that an earlier agent started: `touch`'s `until`."""
+        try:
+            return (job_dir / "lease").stat().st_mtime
+        except OSError:
+            return 0.0
 
     def stop(self, job_dir: Path, grace_s: float) -> None:
         """Ask for SIGTERM now and SIGKILL after `grace_s`; again to shorten the grace."""

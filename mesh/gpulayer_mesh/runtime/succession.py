@@ -37,6 +37,8 @@ Order = TypeVar("Order")
 
 FREE_S = 240.0  # for a free node; a machine that starts again takes a minute or three
 RETRY_S = 1.0
+OTHERS_S = 0.5  # for voters that are slower than most
+ASK_S = 2.0  # for the word of those who may see to it before us
 TICK_S = 20.0
 STAGGER_S = 20.0  # between witnesses that miss the keeper
 SHOW_S = 45.0  # for an attempt that another has started to show; above a reservation's 30 s
@@ -69,8 +71,8 @@ def bind(
     Args:
         known: what it was bound to.
         part: how far its own part in the attempt before is, None if it has none.
-        heard_s: how long ago, as a witness, it heard the keeper of the attempt before, which counts
-            on its voice for a while; None if it is no witness.
+        heard_s: how long ago it heard the keeper of the attempt before, which counts on its voice
+            for a while; None if it never did.
 
     Raises:
         NotAllowedError: it has no vote.
@@ -240,7 +242,10 @@ class Succession(Generic[Order]):
         return {node for node, answer in zip(nodes, answers, strict=True) if not answer}
 
     async def _votes(self, before: Signed, mine: Signed | None) -> _Votes:
-        """Ask all voters: what they are bound to, or to agree to our proposal."""
+        """Ask all voters: what they are bound to, or to agree to our proposal.
+
+        Does not wait for all: one of them was lost.
+        """
         problems: list[str] = []
         ident = restarts.attempt_id(restarts.origin_of(before.spec), before.spec.restart + 1)
 
@@ -253,13 +258,31 @@ class Succession(Generic[Order]):
                 problems.append(error.message)
                 return None
 
-        answers = await asyncio.gather(*map(ask, before.spec.voters))
-        found = {answer.chain: answer for answer in answers if answer is not None}
-        votes = Counter(answer.chain for answer in answers if answer is not None)
+        voters, most = before.spec.voters, restarts.majority(before.spec.voters)
+        found: dict[bytes, Signed] = {}
+        votes: Counter[bytes] = Counter()
+        asking = {asyncio.ensure_future(ask(node)) for node in voters}
+        try:
+            while asking:
+                most_did = len(voters) - len(asking) >= most
+                done, asking = await asyncio.wait(
+                    asking,
+                    timeout=OTHERS_S if most_did else None,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                for answer in (task.result() for task in done):
+                    if answer is not None:
+                        found[answer.chain] = answer
+                        votes[answer.chain] += 1
+                if not done or max(votes.values(), default=0) >= most:
+                    break
+        finally:
+            for task in asking:
+                task.cancel()
         if mine is not None:
-            missing = restarts.majority(before.spec.voters) - votes[mine.chain]
+            missing = most - votes[mine.chain]
             why = f" ({problems[0][:200]})" if problems else ""
-            self._problem = f"{missing} more of its {len(answers)} voters would have to agree{why}"
+            self._problem = f"{missing} more of its {len(voters)} voters would have to agree{why}"
         return _Votes(votes, found)
 
     async def _start(self, mine: Signed) -> None:
@@ -356,8 +379,9 @@ async def stand_in(
     earlier = voters[:place]
     # A witness has no word on the job; the one before this one has begun by then.
     after_s += STAGGER_S * max(0, place - len(ran.spec.slots))
-    until = loop.time() + after_s + seconds
-    await asyncio.sleep(after_s)
+    begins = loop.time() + after_s
+    until = begins + seconds
+    await asyncio.sleep(after_s - ASK_S)
 
     async def word(node: NodeId) -> JobRecord | None:
         try:
@@ -373,6 +397,7 @@ async def stand_in(
         if not records:
             break
         await asyncio.sleep(RETRY_S)
+    await asyncio.sleep(begins - loop.time())
     left = until - loop.time()
     if left <= 0:
         raise NotRestartedError("another machine was to do it, and has not")
