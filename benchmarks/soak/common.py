@@ -57,7 +57,8 @@ class Soak:
         side = self.folder / f"side-{self.jobs}"
         side.mkdir()
         job = Job(self.jobs, side, codes)
-        settings = [str(side), str(job.finish), ",".join(map(str, codes)), str(pause_s)]
+        stubborn = self.rng.choice("01")
+        settings = [str(side), str(job.finish), ",".join(map(str, codes)), str(pause_s), stubborn]
         options = ("--nodes", str(RANKS), "--name", job.name, "--grace", "2", *options)
         job.launcher = self.mesh.laptop.popen(
             [GPULAYER, "run", *options, "--", "python", "rank.py", *settings], cwd=self.script

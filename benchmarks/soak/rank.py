@@ -1,15 +1,17 @@
 """The program of every rank in the soak: it prints numbered lines and notes what is true.
 
-    python rank.py SIDE FINISH CODES PAUSE_S
+    python rank.py SIDE FINISH CODES PAUSE_S STUBBORN
 
 Notes lie in SIDE, under ATTEMPT.RANK: `starts` (when and where, a line each), `beat` (the last
 moment that it lived), `printed` (how many lines), `writes` (which count was in its files from when
 on), `found` (what the attempts before have left to it) and `code` (it ended by itself). It counts
 in one file of `$GPULAYER_OUT` and in one of its working folder, until FINISH is there; it ends with
-its rank's code. The clock is CLOCK_BOOTTIME, which all hosts of the test LAN share.
+its rank's code. Where STUBBORN is 1, only SIGKILL ends it before. The clock is CLOCK_BOOTTIME,
+which all hosts of the test LAN share.
 """
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -17,6 +19,8 @@ from pathlib import Path
 COUNT_S = 0.25  # between two writes of the count
 
 side, finish, codes, pause_s = sys.argv[1], sys.argv[2], sys.argv[3].split(","), float(sys.argv[4])
+if sys.argv[5] == "1":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 attempt, rank = os.environ.get("GPULAYER_RESTART", "0"), int(os.environ["RANK"])
 
 

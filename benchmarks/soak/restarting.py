@@ -282,6 +282,10 @@ class Restarting(Soak):
         ended_badly = self.restarts if job.planned else 0
         assert last <= self.allowed + ended_badly, f"{why}: harms explain {self.allowed}"
         if not job.launcher_killed and re.search(r"^gpulayer: job \w+ ", launcher.output(), re.M):
+            hosts = {job.started(last, rank)[1] for rank in range(RANKS)}
+            missed = state == "succeeded" and "did not come home" in launcher.output()
+            assert not missed or hosts & self.gone.keys(), "files did not come home"
+            code = 1 if missed else code
             assert launcher.returncode == code, f"launcher: {launcher.returncode}, job: {code}"
 
     def check_lines(self, job: Job, origin: str) -> None:
