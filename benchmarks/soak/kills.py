@@ -16,7 +16,7 @@ from typing import Any
 
 from common import END_S, FINAL, LEFT_S, Soak, sleep_until
 from meshes import GPULAYER, until
-from truth import RANKS, Job, gaps, numbered, started_once
+from truth import RANKS, Job, came_home, gaps, numbered, started_once
 
 PAUSE_S = 0.005  # between two lines of a rank
 
@@ -125,6 +125,8 @@ class Kills(Soak):
             assert code == job.planned, f"exit code {code} instead of {job.planned}"
         if not job.launcher_killed and re.search(r"^gpulayer: job \w+ ", launcher.output(), re.M):
             assert launcher.returncode == code, f"launcher: {launcher.returncode}, job: {code}"
+            if code == 0:
+                came_home(job, 0, self.script / "gpulayer_jobs" / record["job"])
 
     def check_lines(self, job: Job, record: dict[str, Any], hurt: bool) -> None:
         logs = self.mesh.laptop.run([GPULAYER, "logs", record["job"]], timeout=60)

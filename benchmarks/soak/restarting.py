@@ -25,7 +25,16 @@ from typing import Any
 from common import FINAL, LEFT_S, Soak
 from lan import Host
 from meshes import GPULAYER, until
-from truth import RANKS, Job, files_came_back, gaps, never_two_at_once, numbered, started_once
+from truth import (
+    RANKS,
+    Job,
+    came_home,
+    files_came_back,
+    gaps,
+    never_two_at_once,
+    numbered,
+    started_once,
+)
 
 PAUSE_S = 0.01  # between two lines of a rank, and two notes that it lives
 KEPT_S = 10.0  # files that rested so long before the end of an attempt are in the next one
@@ -287,6 +296,10 @@ class Restarting(Soak):
             assert not missed or hosts & self.gone.keys(), "files did not come home"
             code = 1 if missed else code
             assert launcher.returncode == code, f"launcher: {launcher.returncode}, job: {code}"
+            if code == 0:
+                came_home(
+                    job, last, self.script / "gpulayer_jobs" / (record["origin"] or record["job"])
+                )
 
     def check_lines(self, job: Job, origin: str) -> None:
         logs = self.mesh.laptop.run([GPULAYER, "logs", origin], timeout=120)

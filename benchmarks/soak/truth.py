@@ -134,3 +134,14 @@ def files_came_back(job: Job, away: dict[str, list[float]], kept_s: float) -> in
                 if float(at) <= ended - kept_s:
                     promised[rank] = max(promised[rank], int(count))
     return compared
+
+
+def came_home(job: Job, attempt: int, folder: Path) -> None:
+    """What the last attempt had counted to lies on the laptop."""
+    for rank in range(RANKS):
+        last = job.note(attempt, rank, "writes").split()[-2:]
+        place = folder / f"rank{rank}" if rank else folder
+        for name in ("count", f"count-{rank}") if last else ():
+            path = place / name
+            home = path.read_text() if path.exists() else "nothing"
+            assert home == last[0], f"{place.name}/{name} at home is {home}, it was {last[0]}"
