@@ -288,6 +288,8 @@ class Restarting(Soak):
             assert state == "failed", why
             assert used, f"{why}: not started again"
             assert job.planned or self.allowed > last, f"{why}: harms explain {self.allowed}"
+        told = re.findall(r"^gpulayer: job (\w+) (\w+) after ", launcher.output(), re.MULTILINE)
+        assert told in ([], [(record["job"], state)]), f"{why}, but the user was told {told}"
         ended_badly = self.restarts if job.planned else 0
         assert last <= self.allowed + ended_badly, f"{why}: harms explain {self.allowed}"
         if not job.launcher_killed and re.search(r"^gpulayer: job \w+ ", launcher.output(), re.M):
