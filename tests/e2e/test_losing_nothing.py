@@ -200,6 +200,7 @@ def test_killed_rank_is_named_with_its_signal_and_the_others_are_stopped(mesh: L
     assert job.wait(20) == 128 + 9, job.output()
     said = rf"rank 1 on {name} failed: killed by signal 9 \(SIGKILL\).*memory"
     assert re.search(said, job.output()), job.output()
+    assert re.search("^gpulayer: ranks 0, 2: stopped$", job.output(), re.MULTILINE), job.output()
     after = newest_job(mesh)["ranks"]
     ends = {rank["rank"]: (rank["signal"], rank["stopped"]) for rank in after}  # type: ignore[attr-defined]
     assert ends == {0: (15, True), 1: (9, False), 2: (15, True)}
