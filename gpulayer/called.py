@@ -14,6 +14,7 @@ from typing import Any
 
 from gpulayer_mesh.core.ownfiles import FUNCTION_RESULT
 from gpulayer_mesh.errors import ConfigError
+from gpulayer_mesh.files import replace_file
 
 from gpulayer import env, values
 
@@ -44,9 +45,7 @@ def main(argv: list[str]) -> None:
     data = values.pack(result, f"the result of {argv[1]}")
     file = place.output_dir / FUNCTION_RESULT
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(".tmp")
-    temporary.write_bytes(data)
-    temporary.replace(file)
+    replace_file(file, data)
 
 
 def resolve(reference: str) -> Callable[..., Any]:

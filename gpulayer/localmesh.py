@@ -27,6 +27,7 @@ from gpulayer_mesh.client import MeshClient
 from gpulayer_mesh.core.roster import RosterEntry
 from gpulayer_mesh.core.types import NodeState, Snapshot
 from gpulayer_mesh.errors import ConfigError, DiscoveryError, GpuLayerError, TransportError
+from gpulayer_mesh.files import replace_file
 from gpulayer_mesh.runtime import identity as identities
 
 from gpulayer import env, membership
@@ -182,9 +183,8 @@ class LocalMesh:
         """Spare the next local mesh, and a real agent here, what proving torch took this one."""
         with contextlib.suppress(OSError):
             env.home().mkdir(mode=0o700, parents=True, exist_ok=True)
-            fresh = env.home() / f".{TORCH_PROOF}.{os.getpid()}"
-            shutil.copyfile(self._base / name / TORCH_PROOF, fresh)
-            fresh.replace(env.home() / TORCH_PROOF)
+            proof = (self._base / name / TORCH_PROOF).read_bytes()
+            replace_file(env.home() / TORCH_PROOF, proof)
 
     async def _joined(self, invitation: membership.Invitation, waiting: list[str]) -> None:
         async for news in invitation:

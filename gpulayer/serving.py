@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any
 
 from gpulayer_mesh.core.ownfiles import SERVICE_STATE
+from gpulayer_mesh.files import replace_file
 
 from gpulayer import env
 
@@ -201,9 +202,7 @@ class Service:
             self._say(f"answers on port {told['port']}")
         self._told = told
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._file.with_suffix(".tmp")
-        temporary.write_text(json.dumps(told))
-        temporary.replace(self._file)
+        replace_file(self._file, json.dumps(told).encode())
 
     def _say(self, text: str) -> None:
         print(f"gpulayer: service {text}", file=sys.stderr, flush=True)

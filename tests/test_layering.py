@@ -102,7 +102,8 @@ def test_core_is_pure() -> None:
 
 def test_runtime_modules_do_not_know_each_other() -> None:
     ours = ("gpulayer_mesh.core", "gpulayer_mesh.errors", "gpulayer_mesh.config")
-    ours += ("gpulayer_mesh.clock", "gpulayer_mesh.sockets", "gpulayer_mesh.shim")
+    ours += ("gpulayer_mesh.clock", "gpulayer_mesh.files", "gpulayer_mesh.sockets")
+    ours += ("gpulayer_mesh.shim",)
     runtime = "gpulayer_mesh.runtime."
 
     def allowed(name: str, module: str) -> bool:
@@ -126,11 +127,11 @@ def test_starting_reaches_nodes_through_its_caller_only() -> None:
     assert offences(r"gpulayer_mesh\.starting", allowed) == []
 
 
-def test_shim_is_standard_library_only() -> None:
+def test_what_runs_in_ranks_and_beside_them_is_standard_library_only() -> None:
     def allowed(name: str, module: str) -> bool:
         return module.split(".")[0] in sys.stdlib_module_names | SITE
 
-    assert offences(r"gpulayer_mesh\.(shim|rank_hook\..*)", allowed) == []
+    assert offences(r"gpulayer_mesh\.(shim|files|rank_hook\..*)", allowed) == []
 
 
 def test_mesh_knows_neither_gpulayer_nor_torch() -> None:

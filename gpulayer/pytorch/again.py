@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from gpulayer_mesh.core import ownfiles
+from gpulayer_mesh.files import replace_file
 
 from gpulayer import env as environment
 from gpulayer.pytorch.callback import Checkpoint
@@ -409,6 +410,4 @@ def _read_json(path: Path) -> Any:
 
 def _write_json(path: Path, value: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(json.dumps(value))
-    os.replace(temporary, path)
+    replace_file(path, json.dumps(value).encode())

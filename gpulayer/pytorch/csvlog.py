@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpulayer_mesh.files import replace_file
 from torch import Tensor
 
 from gpulayer.pytorch import hyperparameters
@@ -100,9 +101,7 @@ class MetricsFile:
         """Write hparams.yaml; several modules of one Trainer share the file."""
         self._hyperparameters.update(values)
         path = self.directory / hyperparameters.FILE
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(hyperparameters.yaml(self._hyperparameters), encoding="utf-8")
-        os.replace(temporary, path)
+        replace_file(path, hyperparameters.yaml(self._hyperparameters).encode())
 
     def flush(self) -> None:
         """Write what is waiting; waits for the device."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from gpulayer_mesh.files import replace_file
 from torch import Tensor, nn
 
 from gpulayer.pytorch.arguments import ArgumentError
@@ -145,9 +146,7 @@ def write(result: Result, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(result.tensors, folder / WEIGHTS)
     _save((result.returned, result.callbacks), folder / RETURNED)
-    temporary = folder / f"{DOCUMENT}.tmp"
-    temporary.write_text(json.dumps(result.document))
-    temporary.replace(folder / DOCUMENT)
+    replace_file(folder / DOCUMENT, json.dumps(result.document).encode())
 
 
 def read(folder: Path) -> Result:

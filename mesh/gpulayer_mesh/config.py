@@ -19,6 +19,7 @@ from pathlib import Path
 import platformdirs
 
 from gpulayer_mesh.errors import ConfigError
+from gpulayer_mesh.files import replace_file
 
 DEFAULT_PORT = 17433  # below every system's ephemeral range, so that no connection takes it first
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}\Z")
@@ -159,10 +160,7 @@ def remember(config: AgentConfig) -> None:
         values["port"] = config.port
     if config.python != sys.executable:
         values["python"] = config.python
-    target = config.home / "config.json"
-    fresh = target.with_suffix(".tmp")
-    fresh.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-    fresh.replace(target)
+    replace_file(config.home / "config.json", f"{json.dumps(values, indent=1)}\n".encode())
 
 
 def _load(home: Path) -> dict[str, object]:

@@ -506,7 +506,7 @@ async def test_new_agent_holds_what_the_old_one_did_and_sweeps_the_rest(
     before = b.on_disk()
     (place / "blobs" / ("0" * 64)).write_bytes(b"of no list")
     (place / "new" / "half").write_bytes(b"half")
-    (place / JOB / "slot1.tmp").write_bytes(b"half")
+    (place / JOB / ".0123.tmp").write_bytes(b"half")
     (b.home / "copies" / "0000000000").mkdir()
     await b.restart()
     assert b.held() == {"x": b"x"}

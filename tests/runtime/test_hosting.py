@@ -41,7 +41,7 @@ from gpulayer_mesh.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from gpulayer_mesh.runtime import hosting
+from gpulayer_mesh.runtime import hosting, livejob
 from gpulayer_mesh.runtime.door import Stream
 from shim_jobs import eventually
 
@@ -426,12 +426,13 @@ async def test_full_disk_is_told_and_leaves_no_half_job(
     real, full = Path.write_bytes, ["spec"]
 
     def write_bytes(path: Path, data: bytes) -> int:
-        if path.name.partition(".")[0] in full:
+        if path.name in full:
             real(path, data[:10])
             raise OSError(28, "No space left on device")
         return real(path, data)
 
     monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    monkeypatch.setattr(livejob, "replace_file", write_bytes)
     with pytest.raises(GpuLayerError, match=r"cannot store the job: .*No space left"):
         await mesh.stage(mesh.spec(), HostPhase.RESERVED)
     assert box.seen() == (None, [], (), ())

@@ -336,7 +336,7 @@ async def test_stop_arrives_on_a_full_disk(
     def full(*args: object, **kwargs: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(shims, "replace_file", full)
     if kill:
         job.runner.kill(job.dir)
     else:

@@ -27,8 +27,8 @@ from gpulayer_mesh.core.lease import LEASE_S
 from gpulayer_mesh.core.roster import RosterBook
 from gpulayer_mesh.core.types import NodeId
 from gpulayer_mesh.errors import GpuLayerError, NotAllowedError, RemoteProtocolError
+from gpulayer_mesh.files import replace_file
 from gpulayer_mesh.runtime.door import DoorRequest, Route
-from gpulayer_mesh.runtime.identity import write_private
 from gpulayer_mesh.runtime.livejob import CHAIN_MAX, Signed, may_launch, open_signed
 from gpulayer_mesh.runtime.succession import bind
 
@@ -181,6 +181,6 @@ class Agreements:
 
 def _keep(path: Path, chain: bytes) -> None:
     try:
-        write_private(path, chain)
+        replace_file(path, chain, private=True, durable=True)
     except OSError as error:
         raise GpuLayerError(f"cannot note an agreement: {error}") from error

@@ -42,6 +42,7 @@ from gpulayer_mesh.core.types import (
     TorchAbilities,
 )
 from gpulayer_mesh.errors import GpuLayerError
+from gpulayer_mesh.files import replace_file
 
 log = logging.getLogger("gpulayer.devices")
 
@@ -289,10 +290,8 @@ class Machine:
         facts, problem = await self._probe("prove", _PROVE_S)
         proof = _proof_from(facts, key.torch, problem)
         if not problem:  # what broke off may go well the next time
-            temporary = self._cache.with_suffix(".tmp")
             with contextlib.suppress(OSError):
-                temporary.write_bytes(msgspec.json.encode(_Remembered(key, proof)))
-                temporary.replace(self._cache)
+                replace_file(self._cache, msgspec.json.encode(_Remembered(key, proof)))
         return proof
 
     async def _probe(

@@ -56,6 +56,7 @@ from gpulayer_mesh.errors import (
     RemoteProtocolError,
     TransportError,
 )
+from gpulayer_mesh.files import replace_file
 from gpulayer_mesh.runtime.background import Background
 from gpulayer_mesh.runtime.door import DoorRequest, Route, Stream
 from gpulayer_mesh.runtime.peers import CALL_S, PeerCall, PeerStream
@@ -425,7 +426,7 @@ class Copies:
             await staging.fetch(missing)
         async with self._disk:
             self._check_here(one)
-            await asyncio.to_thread(_write, one.folder / "manifest", packed)
+            await asyncio.to_thread(replace_file, one.folder / "manifest", packed, private=True)
 
     def forget(self, job: str) -> None:
         """Drop what is held of an attempt, in the background."""
@@ -630,7 +631,9 @@ class Copies:
         packed = await asyncio.to_thread(wire.pack, held)
         async with self._disk:
             self._check_here(one)
-            await asyncio.to_thread(_write, one.folder / f"slot{held.slot}", packed)
+            await asyncio.to_thread(
+                replace_file, one.folder / f"slot{held.slot}", packed, private=True
+            )
             one.hold(held)
 
     async def _sweep(self, family: _Family) -> None:
@@ -683,9 +686,10 @@ def _adopt_job(family: _Family, ident: str, sizes: dict[bytes, int]) -> _Job | N
         if spec.id != ident or origin_of(spec) != family.folder.name:
             raise RemoteProtocolError("it is of another job")
         one = _Job(spec, folder, family)
+        _unlink(list(folder.glob("*.tmp")))
         for path in sorted(folder.glob("slot*")):
-            held = _read(path, HeldSlot) if path.suffix != ".tmp" else None
-            if held is not None and all(sizes.get(f.sha256) == f.size for f in held.files):
+            held = _read(path, HeldSlot)
+            if all(sizes.get(f.sha256) == f.size for f in held.files):
                 one.hold(held)
             else:
                 path.unlink()
@@ -707,16 +711,7 @@ def _make_place(one: _Job) -> None:
     family = one.family
     for folder in (family.folder, one.folder, family.folder / "blobs", family.new):
         folder.mkdir(exist_ok=True, mode=0o700)
-    _write(one.folder / "spec", wire.pack(one.spec))
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Replace a file, whole."""
-    fresh = path.with_name(path.name + ".tmp")
-    fresh.unlink(missing_ok=True)
-    with _create(fresh) as file:
-        file.write(data)
-    fresh.replace(path)
+    replace_file(one.folder / "spec", wire.pack(one.spec), private=True)
 
 
 def _create(path: Path) -> BinaryIO:

@@ -46,6 +46,7 @@ from gpulayer_mesh.errors import (
     Refusal,
     RemoteProtocolError,
 )
+from gpulayer_mesh.files import replace_file
 from gpulayer_mesh.runtime.background import Background
 from gpulayer_mesh.runtime.livejob import (
     JobFolder,
@@ -220,10 +221,8 @@ class JobHost:
         jobs = tuple(ticket.job for ticket in waiting)
         if jobs == self._queue_saved:
             return
-        fresh = self._queue_file.with_suffix(".tmp")
         try:
-            fresh.write_bytes(wire.pack(waiting))
-            fresh.replace(self._queue_file)
+            replace_file(self._queue_file, wire.pack(waiting))
             self._queue_saved = jobs
         except OSError as e:
             log.warning("who waits here cannot be written: %s", e)

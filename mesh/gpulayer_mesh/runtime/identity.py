@@ -42,6 +42,7 @@ from gpulayer_mesh.core.joining import PEERS_MAX, Admission, JoinRequest
 from gpulayer_mesh.core.roster import Roster, RosterBook
 from gpulayer_mesh.core.types import Address, Addresses, MeshId, NodeId, Role
 from gpulayer_mesh.errors import ConfigError, NotAllowedError, RemoteProtocolError
+from gpulayer_mesh.files import replace_file
 
 _FILE_MAX = 8 * 1024 * 1024  # bytes; the largest file here is peers.msgpack, 1,024 x 8 addresses
 # Not exported by ssl: X509_V_FLAG_NO_CHECK_TIME of openssl/x509_vfy.h. See core/certificates.py.
@@ -97,7 +98,7 @@ def next_boot(home: Path) -> int:
                 hint="write a number larger than any this machine used, e.g. 1000000",
             )
         boot = int(text) + 1
-        write_private(path, f"{boot}\n".encode())
+        _save(path, f"{boot}\n".encode())
     return boot
 
 
@@ -140,10 +141,10 @@ def save_membership(identity: Identity, admission: Admission) -> MeshFiles:
 
 def _keep(identity: Identity, admission: Admission) -> MeshFiles:
     folder = identity.home / "mesh"
-    write_private(folder / "ca.pem", _pem(admission.ca_certificate))
-    write_private(folder / "node.pem", _pem(admission.node_certificate))
+    _save(folder / "ca.pem", _pem(admission.ca_certificate))
+    _save(folder / "node.pem", _pem(admission.node_certificate))
     save_peers(identity.home, {**admission.peers, **load_peers(identity.home)})
-    write_private(folder / "roster", admission.roster)
+    _save(folder / "roster", admission.roster)
     return _loaded(identity)
 
 
@@ -161,7 +162,7 @@ def save_roster(home: Path, book: RosterBook) -> None:
     path = home / "mesh" / "roster"
     with _locked(home):
         if book.examine(_read(path)).epoch < book.epoch:
-            write_private(path, book.signed)
+            _save(path, book.signed)
 
 
 def admit(
@@ -186,7 +187,7 @@ def admit(
         public = request.public_key
         der = certificates.issue_node(ca_key, public, wall=_wall(), serial=_serial())
         if signed != files.book.signed:
-            write_private(identity.home / "mesh" / "roster", signed)
+            _save(identity.home / "mesh" / "roster", signed)
     known = dict(list(peers.items())[:PEERS_MAX])
     changed = signed != files.book.signed
     return Admission(der, files.ca_certificate, signed, known, changed)
@@ -203,7 +204,7 @@ def remove_member(identity: Identity, node: NodeId) -> RosterBook:
     with _locked(identity.home):
         book = _loaded(identity).book
         signed = roster.seal_roster(ca_key, roster.without_member(book.roster, node))
-        write_private(identity.home / "mesh" / "roster", signed)
+        _save(identity.home / "mesh" / "roster", signed)
         book.offer(signed)
     return book
 
@@ -224,7 +225,7 @@ def load_peers(home: Path) -> dict[NodeId, Addresses]:
 def save_peers(home: Path, peers: Mapping[NodeId, Addresses]) -> None:
     """Remember where members were reached, best address first."""
     plain = {node: [[a.host, a.port] for a in found] for node, found in peers.items()}
-    write_private(home / "mesh" / "peers.msgpack", wire.pack(plain))
+    _save(home / "mesh" / "peers.msgpack", wire.pack(plain))
 
 
 # --- TLS -----------------------------------------------------------------------------------------
@@ -324,7 +325,7 @@ def _private_dir(path: Path) -> None:
 def _create_key(path: Path) -> Ed25519PrivateKey:
     key = Ed25519PrivateKey.generate()
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    write_private(path, pem)
+    _save(path, pem)
     return key
 
 
@@ -359,32 +360,8 @@ def _read(path: Path) -> bytes:
     return data
 
 
-def write_private(path: Path, data: bytes) -> None:
-    """Write a file that nobody else may read, whole and safe from a crash of this machine.
-
-    Raises:
-        OSError: the disk refuses; nothing half-written is left.
-    """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        with open(os.open(temporary, flags, 0o600), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:  # disk full: leave nothing half-written behind
-        temporary.unlink(missing_ok=True)
-        raise
-    _sync_dir(path.parent)
-
-
-def _sync_dir(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _save(path: Path, data: bytes) -> None:
+    replace_file(path, data, private=True, durable=True)
 
 
 @contextlib.contextmanager

@@ -39,6 +39,7 @@ from gpulayer_mesh.core.rankenv import first_rank
 from gpulayer_mesh.core.roster import RosterBook
 from gpulayer_mesh.core.types import NodeId, Role
 from gpulayer_mesh.errors import GpuLayerError, NotAllowedError, RemoteProtocolError
+from gpulayer_mesh.files import replace_file
 
 log = logging.getLogger("gpulayer.jobs")
 
@@ -98,10 +99,8 @@ class JobFolder:
         data = wire.pack(record)
         if data == self._saved:
             return
-        fresh = self.path / "record.tmp"
         try:
-            fresh.write_bytes(data)
-            fresh.replace(self.path / "record")
+            replace_file(self.path / "record", data)
             self._saved = data
         except OSError as e:
             log.warning("job %s: the record cannot be written: %s", self.path.name, e)
@@ -143,10 +142,8 @@ class JobFolder:
         Raises:
             GpuLayerError: the disk refuses.
         """
-        fresh = self.path / "manifest.tmp"
         try:
-            fresh.write_bytes(packed)
-            fresh.replace(self.path / "manifest")
+            replace_file(self.path / "manifest", packed)
         except OSError as e:
             raise GpuLayerError(f"cannot store the manifest: {e}") from e
 

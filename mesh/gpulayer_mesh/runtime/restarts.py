@@ -35,12 +35,12 @@ from gpulayer_mesh.errors import (
     NotFoundError,
     RemoteProtocolError,
 )
+from gpulayer_mesh.files import replace_file
 from gpulayer_mesh.runtime.agreements import Agreements
 from gpulayer_mesh.runtime.background import Background
 from gpulayer_mesh.runtime.door import DoorRequest, Route
 from gpulayer_mesh.runtime.ground import RECORD_S, Means, MeshGround
 from gpulayer_mesh.runtime.hosting import JobHost
-from gpulayer_mesh.runtime.identity import write_private
 from gpulayer_mesh.runtime.livejob import CHAIN_MAX, LiveJob, Signed, may_launch, open_signed
 from gpulayer_mesh.runtime.succession import NotRestartedError, Succession, stand_in
 
@@ -329,7 +329,7 @@ class Restarts:
             self.agreements.refuse_superseded(spec)
             self._unwatch(ident)
             try:
-                write_private(self._watches_dir / ident, request.body)
+                replace_file(self._watches_dir / ident, request.body, private=True, durable=True)
             except OSError as error:
                 raise GpuLayerError(f"cannot note a job to watch: {error}") from error
             known = self._watch(attempt, word)

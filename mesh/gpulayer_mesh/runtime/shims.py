@@ -39,6 +39,7 @@ from gpulayer_mesh.core.logrecord import (
     last_lines,
 )
 from gpulayer_mesh.errors import GpuLayerError, RemoteProtocolError
+from gpulayer_mesh.files import replace_file
 
 START_DEADLINE_S = 10.0  # a shim starts in 0.1 s; a machine deep in swap gets a hundred times that
 POLL_S = 0.05  # a rank's end and a printed line are seen within this
@@ -280,11 +281,8 @@ class ShimRunner:
         self._order(job_dir, {"grace_s": 0, "kill": True})
 
     def _order(self, job_dir: Path, order: dict[str, object]) -> None:
-        temporary = job_dir / "stop.new"
         try:
-            temporary.touch(mode=0o600)
-            temporary.write_text(json.dumps(order), encoding="utf-8")
-            temporary.replace(job_dir / "stop")
+            replace_file(job_dir / "stop", json.dumps(order).encode(), private=True)
         except OSError:
             # A full disk must not keep a job running; these signals are the same orders.
             self._signal(job_dir, signal.SIGQUIT if order["kill"] else signal.SIGTERM)
