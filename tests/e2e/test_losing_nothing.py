@@ -537,13 +537,15 @@ def tight(mesh: LanMesh) -> Iterator[Host]:
     home.mkdir(mode=0o700)
     mount = ["mount", "-t", "tmpfs", "-o", "size=16m,mode=700", "tmpfs", str(home)]
     subprocess.run(mount, check=True)
-    left_out = shutil.ignore_patterns("chunks", "jobs")  # of earlier tests
-    shutil.copytree(usual, home, dirs_exist_ok=True, ignore=left_out)
-    mesh.start_agent(box)
-    until(lambda: mesh.listed(box.name), 30)
-    yield box
-    stop_agent()
-    subprocess.run(["umount", "--lazy", str(home)], check=True)
+    try:
+        left_out = shutil.ignore_patterns("chunks", "jobs")  # of earlier tests
+        shutil.copytree(usual, home, dirs_exist_ok=True, ignore=left_out)
+        mesh.start_agent(box)
+        until(lambda: mesh.listed(box.name), 30)
+        yield box
+        stop_agent()
+    finally:
+        subprocess.run(["umount", "--lazy", str(home)], check=True)
     home.rmdir()
     usual.rename(home)
     mesh.start_agent(box)
