@@ -209,6 +209,7 @@ class World:
         self.loss = rng.choice([0.0, 0.02, 0.2])
         self.slow = rng.choice([0.01, 0.3, 1.2])
         self.cut: set[int] = set()  # nodes that no launcher reaches
+        self.was_cut = False
         self.point = self.fault = ""  # what happens, once, where somebody gets to a point
         self.left = 1  # times until it does
         self.struck = ""  # the point at which it has
@@ -523,6 +524,7 @@ async def play(seed: int, point: str, fault: str) -> World:
         world.loop.call_later(rng.uniform(0, 50), tired.sleep, seconds, jump)
     if rng.random() < 0.3:
         lost, at = rng.randrange(len(world.nodes)), rng.uniform(0, 50)
+        world.was_cut = True
         world.loop.call_later(at, world.cut.add, lost)
         world.loop.call_later(at + rng.uniform(1, 40), world.cut.discard, lost)
     await asyncio.sleep(ALL_SUBMITTED_S)
@@ -537,8 +539,9 @@ async def play(seed: int, point: str, fault: str) -> World:
 
 
 def judge(world: World) -> None:
-    awake = all(job.awake == 0.0 for job in world.jobs)
-    calm = awake and world.loss == 0 and all(one.down_since == 0.0 for one in world.nodes)
+    calm = world.loss == 0 and not world.was_cut
+    calm &= all(one.down_since == 0.0 for one in world.nodes)
+    calm &= all(job.awake == 0.0 for job in world.jobs)
     # A bad network or a restart may cost a start, or the first look, but leaves nobody waiting.
     allowed = {"ran"} if calm else {"ran", "failed to start", TransportError.__name__}
     for job in world.jobs:
