@@ -16,10 +16,16 @@ from typing import Any
 import pytest
 from boxes import JOB, MANIFEST, ORDER, Box, Mesh
 from gpulayer_mesh.core import hosted, job, restarts, wire
-from gpulayer_mesh.core.jobspec import HostPhase, JobRecord, JobState, Slot
-from gpulayer_mesh.errors import GpuLayerError, NotAllowedError, RemoteProtocolError
+from gpulayer_mesh.core.jobspec import OVER, HostPhase, JobKind, JobRecord, JobState, Slot
+from gpulayer_mesh.core.types import NodeId
+from gpulayer_mesh.errors import (
+    GpuLayerError,
+    NotAllowedError,
+    RemoteProtocolError,
+    TransportError,
+)
+from gpulayer_mesh.runtime import hosting, succession
 from gpulayer_mesh.runtime import restarts as module
-from gpulayer_mesh.runtime import succession
 from gpulayer_mesh.runtime.livejob import Signed, open_signed, sign_change
 from shim_jobs import eventually
 
@@ -223,6 +229,20 @@ async def test_witness_counts_on_what_it_heard_lately(
         await box.ask("box-0", "POST", f"/v1/watches/{JOB}", word)
 
 
+async def test_who_knows_the_end_of_a_job_agrees_to_no_attempt_after_it(mesh: Mesh) -> None:
+    (box,) = await mesh.start("box-1")
+    one = first(mesh)
+    word = {"spec": one.chain, "secretive": False, "sources": []}
+    await box.ask("box-0", "POST", f"/v1/watches/{JOB}", word)
+    await box.ask("box-0", "POST", f"/v1/watches/{JOB}/drop", {"forget": True})
+    box = await box.restart()
+    for who in ("box-2", "box-0"):
+        with pytest.raises(GpuLayerError, match=f"job {JOB} has ended"):
+            await agree(box, who, then(mesh, one, who))
+    said = await box.ask("box-2", "GET", f"/v1/attempts/{NEXT}")
+    assert said == {"spec": None, "ended": True}
+
+
 # --- take-over -----------------------------------------------------------------------------------
 
 
@@ -319,6 +339,33 @@ async def test_keeper_whose_agent_was_started_anew_restarts_a_job_without_secret
 
 
 @pytest.mark.timeout(120)
+async def test_job_that_has_ended_is_not_restarted_by_who_was_cut_off_meanwhile(
+    mesh: Mesh, quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(hosting, "ASK_S", 0.2)
+    finish = tmp_path / "finish"
+    code = f"import os, time\nwhile not os.path.exists({str(finish)!r}): time.sleep(0.02)"
+    spec = first(mesh, "box-0", "box-1", code=code, kind=JobKind.DISTRIBUTED).spec
+    cut, call = True, Box.call
+
+    async def cut_at_the_end(self: Box, node: NodeId, *rest: Any, **named: Any) -> bytes:
+        if cut and mesh.node("box-1") in (self.node, node) and zero.state() in OVER:
+            raise TransportError("cut off")
+        return await call(self, node, *rest, **named)
+
+    monkeypatch.setattr(Box, "call", cut_at_the_end)
+    zero, one, two = await mesh.start("box-0", "box-1", "box-2")
+    await mesh.stage(spec)
+    await zero.ask("laptop", "POST", "go", ORDER)
+    await eventually(lambda: zero.state() is JobState.RUNNING)
+    finish.touch()
+    await eventually(lambda: one.state() is JobState.RESTARTING)
+    assert zero.state() is JobState.SUCCEEDED
+    cut = False
+    await eventually(lambda: one.state() is JobState.SUCCEEDED)
+    assert not [box.name for box in (zero, one, two) if NEXT in box.host.jobs]
+
+
 async def test_last_attempt_starts_and_none_follows_it(mesh: Mesh, quick: None) -> None:
     zero = await counting(mesh, restarts=1)
     for ident in (JOB, NEXT):
@@ -328,19 +375,23 @@ async def test_last_attempt_starts_and_none_follows_it(mesh: Mesh, quick: None) 
     assert zero.host.jobs[NEXT].current_record().successor == ""
 
 
-async def test_attempt_that_came_to_nothing_leaves_nothing(mesh: Mesh) -> None:
+async def test_attempt_that_came_to_nothing_leaves_nothing(
+    mesh: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
     (box,) = await mesh.start("box-1")
     attempt = then(mesh, first(mesh), "box-2")
     path = f"/v1/jobs/{NEXT}"
-    for restart in (False, True):
+    for staging, restart in ((False, False), (True, False), (True, True)):
         await box.ask("box-2", "POST", f"{path}/reserve", {"spec": attempt.chain})
-        await box.ask("box-2", "POST", f"{path}/manifest", raw=MANIFEST)
+        if staging:
+            await box.ask("box-2", "POST", f"{path}/manifest", raw=MANIFEST)
         if restart:
             box = await box.restart()
         else:
             await box.ask("box-2", "POST", f"{path}/release")
         assert NEXT not in box.host.jobs
         assert not (box.home / "jobs" / NEXT).exists()
+    assert "cannot be removed" not in caplog.text
 
 
 async def copied_by(mesh: Mesh, zero: Box) -> Box:

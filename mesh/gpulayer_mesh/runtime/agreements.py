@@ -4,7 +4,8 @@ The rules are in `succession.bind`; here they meet the disk and the requests. Al
 one step of the event loop, the write to the disk included: between the look at what this node runs
 and has heard, and the note that it agreed, nothing may come.
 
-    attempts/ID   the attempt of this id that this node is bound to (its signed chain)
+    attempts/ID   the attempt of this id that this node is bound to (its signed chain), or nothing:
+                  the job ended with the attempt before
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ class Agreements:
             GpuLayerError: the disk refuses.
         """
         before = attempt.history[-1].id if attempt.history else ""
+        if self.closed(attempt.spec.id):
+            raise GpuLayerError(f"job {before} has ended")
         heard_s = self._keeper_heard_s(before)
         if heard_s is None and (heard := self._heard.get(before)) is not None:
             heard_s = time.monotonic() - heard
@@ -110,11 +113,29 @@ class Agreements:
         if len(attempt) != JOB_ID_CHARS or not set(attempt) <= set(JOB_ID_ALPHABET):
             return None
         try:
-            return open_signed((self._root / attempt).read_bytes(), self._book)
+            chain = (self._root / attempt).read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:
             raise GpuLayerError(f"cannot read an agreement: {error}") from error
+        return open_signed(chain, self._book) if chain else None
+
+    def close(self, last: JobSpec) -> None:
+        """A job has ended with this attempt: agree to none after it, unless that was done before.
+
+        Who was cut off meanwhile, and thinks that the keeper is lost, must not start a next one.
+        """
+        if last.restart == last.restarts:
+            return
+        path = self._root / restarts.attempt_id(restarts.origin_of(last), last.restart + 1)
+        if not path.exists():
+            with contextlib.suppress(GpuLayerError):  # the other voters know it as well
+                _keep(path, b"")
+
+    def closed(self, attempt: str) -> bool:
+        """Return whether there will be no attempt of this id: its job had ended before."""
+        path = self._root / attempt
+        return path.exists() and not path.stat().st_size
 
     def superseded(self, spec: JobSpec) -> bool:
         """Return whether this node is bound to an attempt after this one."""
@@ -150,7 +171,8 @@ class Agreements:
         """Say which attempt of an id this node is bound to."""
         bound = self.bound(request.params["id"])
         if bound is None:
-            return {"spec": None}
+            closed = {"ended": True} if self.closed(request.params["id"]) else {}
+            return {"spec": None, **closed}
         if request.peer not in bound.history[-1].voters:
             raise NotAllowedError("only voters may ask for that")
         return {"spec": bound.chain}

@@ -30,7 +30,7 @@ from gpulayer_mesh.runtime.copies import Copies
 from gpulayer_mesh.runtime.hosting import JobHost
 from gpulayer_mesh.runtime.livejob import CHAIN_MAX, Signed, open_signed, sign_change
 from gpulayer_mesh.runtime.store import ChunkStore
-from gpulayer_mesh.runtime.succession import ASK_S
+from gpulayer_mesh.runtime.succession import ASK_S, EndedError
 
 log = logging.getLogger("gpulayer.restarts")
 
@@ -125,6 +125,8 @@ class MeshGround:
 
     async def bound(self, node: NodeId, ident: str) -> Signed | None:
         if node == self.node:
+            if self._agreements.closed(ident):
+                raise EndedError()
             return self._agreements.bound(ident)
         plain = await self.call(node, "GET", f"/v1/attempts/{ident}", deadline_s=AGREE_S)
         return self._opened(plain, ident)
@@ -132,6 +134,8 @@ class MeshGround:
     def _opened(self, plain: Any, ident: str) -> Signed | None:
         """Open the attempt that a voter says it is bound to."""
         answer = wire.decode_as(_Bound, plain)
+        if answer.ended:
+            raise EndedError()
         if answer.spec is None:
             return None
         found = open_signed(answer.spec, self._site.book)
@@ -253,6 +257,7 @@ class MeshGround:
 @dataclass(frozen=True, slots=True)
 class _Bound:
     spec: Annotated[bytes, Meta(max_length=CHAIN_MAX)] | None
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,9 @@ class Restarting(Protocol):
     def stand_in(self, one: LiveJob) -> None:
         """See to it in the keeper's place, which fell silent."""
 
+    def ended(self, one: LiveJob) -> None:
+        """The keeper, another node, says that a job has ended, and no attempt follows it."""
+
     def job_over(self, one: LiveJob, record: JobRecord) -> None:
         """A job that was kept here has ended for good, or another attempt follows it."""
 
@@ -306,8 +309,14 @@ class JobHost:
         if event is not None:
             self.on_host(one, event)
 
+    def hear_keeper(self, one: LiveJob, record: JobRecord) -> None:
+        """Take the keeper's word on a job."""
+        self.take_record(one, record)
+        if record.state in OVER and not record.successor:
+            self._restarting.ended(one)
+
     def take_record(self, one: LiveJob, record: JobRecord) -> None:
-        """The keeper's word on a job; one that was lost may say later how it really ended."""
+        """Keep the newest word on a job; who was lost may say later how it really ended."""
         if one.record.state in OVER and record.state not in OVER:
             return
         one.record, one.recorded = record, time.monotonic()
@@ -378,8 +387,8 @@ class JobHost:
     def _drop_reservation(self, one: LiveJob) -> None:
         """Forget a reservation that came to nothing: it was no job yet, lists must not fill up with
         the tries of one that waits, and its next try has the same id."""
-        self.jobs.pop(one.spec.id, None)
-        self._remove(one.path)
+        if self.jobs.pop(one.spec.id, None) is not None:
+            self._remove(one.path)
 
     def _remember_secrets(self, one: LiveJob, order: GoOrder) -> None:
         """Keep what the next attempt's ranks need, in memory only."""
@@ -427,7 +436,7 @@ class JobHost:
                 continue
             self.called(one)
             if record.spec == one.spec and one.record.state not in OVER:
-                self.take_record(one, record)
+                self.hear_keeper(one, record)
 
     def on_keeper(self, one: LiveJob, event: job.Event) -> None:
         """Tell the keeper's machine of a job what happened."""
@@ -511,9 +520,12 @@ class JobHost:
     async def _tell_end(self, one: LiveJob) -> None:
         """Give every participant the final record, so that each can answer for the job."""
         body = wire.pack(one.current_record())
-        for node in one.participants - {self.site.node}:
-            with contextlib.suppress(GpuLayerError):
-                await self.site.call(node, "POST", f"/v1/jobs/{one.spec.id}/lease", body)
+        path = f"/v1/jobs/{one.spec.id}/lease"
+        # At once, not in a row: one that cannot be reached must not keep the others waiting.
+        calls = (
+            self.site.call(node, "POST", path, body) for node in one.participants - {self.site.node}
+        )
+        await asyncio.gather(*calls, return_exceptions=True)
 
     # --- the shim --------------------------------------------------------------------------------
 

@@ -315,7 +315,7 @@ class JobDoor:
         record = wire.decode_as(JobRecord, wire.unpack(request.body, max_bytes=wire.BODY_MAX))
         if record.spec != one.spec:
             raise RemoteProtocolError("the record is of another job")
-        self._host.take_record(one, record)
+        self._host.hear_keeper(one, record)
         known = [report.at for report in record.reports if report.node == self._site.node]
         self._host.called(one, max(known, default=0.0))
         return one.report()

@@ -196,6 +196,9 @@ class Restarts:
         if task is not None:
             task.cancel()
 
+    def ended(self, one: LiveJob) -> None:
+        self.agreements.close(one.spec)
+
     def job_over(self, one: LiveJob, record: JobRecord) -> None:
         """Who watches a job that this node kept, or holds copies for it, need not any more."""
         path = f"/v1/watches/{one.spec.id}/drop"
@@ -204,6 +207,7 @@ class Restarts:
         others = [node for node in one.spec.voters if node != self._site.node]
         self._background.spawn(self._ask_all(others, path, body))
         if not record.successor:
+            self.agreements.close(one.spec)
             self._forget_copies(one.spec)
 
     def stand_in(self, one: LiveJob) -> None:
@@ -256,6 +260,7 @@ class Restarts:
                 ended_age_s=0.0,
             ),
         )
+        self.agreements.close(one.spec)
         others = [node for node in one.spec.voters if node != self._site.node]
         await self._ask_all(others, f"/v1/attempts/{one.spec.id}/stop", wire.pack({}))
         return True
@@ -288,11 +293,13 @@ class Restarts:
             raise NotFoundError(f"no job {ident[:16]!r} on {self._site.name}")
         if request.peer not in (*spec.voters, spec.submitter):
             raise NotAllowedError("this member may not do that to this job")
-        if one is None:
-            self._unwatch(ident)
-        elif one.kept is not None:
+        if one is not None and one.kept is not None:
             by = self._site.book.members[request.peer].name
             self._host.on_keeper(one, job.StopRequested(by))
+            return
+        self.agreements.close(spec)
+        if one is None:
+            self._unwatch(ident)
         elif one.current_record().state is JobState.RESTARTING:
             self.give_up(one)
 
@@ -347,6 +354,7 @@ class Restarts:
             raise NotAllowedError("only the keeper of a job has it watched")
         self._unwatch(spec.id)
         if order.forget:
+            self.agreements.close(spec)
             self._forget_copies(spec)
 
     def _forget_copies(self, last: JobSpec) -> None:

@@ -5,10 +5,11 @@ for their agreement, after the nodes are reserved and before anything runs. A vo
 first proposal that it is asked for. What most voters are bound to is decided; if it does not come
 to run, the next number is tried on top of it, and its own voters have to agree. A voter agrees to
 no attempt while the one before may run: its own part has not ended, or, as a witness, it heard of
-it lately. One that is bound takes no part in earlier attempts and watches none. The order to go is
-only given once the attempt's own witnesses hold it, with its nodes a majority. So of two attempts
-some voter knows both, and lets the later one start only after the end of the earlier one. What
-stays undecided is tried again until time is up.
+it lately; and to none once the keeper has said that the job has ended. One that is bound takes no
+part in earlier attempts and watches none. The order to go is only given once the attempt's own
+witnesses hold it, with its nodes a majority. So of two attempts some voter knows both, and lets the
+later one start only after the end of the earlier one. What stays undecided is tried again until
+time is up.
 
 This module does not know how anything travels (`Ground` does). Time is the event loop's, so that a
 simulation can run it in virtual time.
@@ -26,7 +27,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from gpulayer_mesh.core import restarts
 from gpulayer_mesh.core.job import GONE_S
-from gpulayer_mesh.core.jobspec import HostPhase, JobRecord, JobState
+from gpulayer_mesh.core.jobspec import OVER, HostPhase, JobRecord, JobState
 from gpulayer_mesh.core.types import NodeId, Snapshot
 from gpulayer_mesh.errors import GpuLayerError, NotAllowedError, NotFoundError
 from gpulayer_mesh.runtime.livejob import Signed
@@ -46,6 +47,13 @@ SHOW_S = 45.0  # for an attempt that another has started to show; above a reserv
 
 class NotRestartedError(GpuLayerError):
     """There will be no next attempt."""
+
+
+class EndedError(NotRestartedError):
+    """The job has ended: a voter has the keeper's word for it."""
+
+    def __init__(self) -> None:
+        super().__init__("it has ended already")
 
 
 class _Seen(StrEnum):
@@ -128,7 +136,12 @@ class Ground(Protocol[Order]):
         """
 
     async def bound(self, node: NodeId, ident: str) -> Signed | None:
-        """Return what a voter is bound to as the attempt of this id."""
+        """Return what a voter is bound to as the attempt of this id.
+
+        Raises:
+            EndedError: it knows that the job has ended with the one before.
+            GpuLayerError: it cannot be asked.
+        """
 
     async def prepare(self, attempt: Signed, ran: Signed) -> Order:
         """Bring a reserved attempt, with what `ran` has left, to where it can go."""
@@ -245,8 +258,12 @@ class Succession(Generic[Order]):
         """Ask all voters: what they are bound to, or to agree to our proposal.
 
         Does not wait for all: one of them was lost.
+
+        Raises:
+            EndedError: none is decided, and one of them knows that the job has ended.
         """
         problems: list[str] = []
+        ended: list[EndedError] = []
         ident = restarts.attempt_id(restarts.origin_of(before.spec), before.spec.restart + 1)
 
         async def ask(node: NodeId) -> Signed | None:
@@ -254,6 +271,9 @@ class Succession(Generic[Order]):
                 if mine is None:
                     return await self._ground.bound(node, ident)
                 return await self._ground.agree(node, mine)
+            except EndedError as error:
+                ended.append(error)
+                return None
             except GpuLayerError as error:
                 problems.append(error.message)
                 return None
@@ -279,6 +299,8 @@ class Succession(Generic[Order]):
         finally:
             for task in asking:
                 task.cancel()
+        if ended and max(votes.values(), default=0) < most:
+            raise ended[0]
         if mine is not None:
             missing = most - votes[mine.chain]
             why = f" ({problems[0][:200]})" if problems else ""
@@ -401,4 +423,10 @@ async def stand_in(
     left = until - loop.time()
     if left <= 0:
         raise NotRestartedError("another machine was to do it, and has not")
-    return await succeed(left)
+    try:
+        return await succeed(left)
+    except EndedError:
+        for final in await asyncio.gather(*map(word, voters)):
+            if final is not None and final.state in OVER:
+                return final
+        raise
