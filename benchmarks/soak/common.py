@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 from meshes import GPULAYER, LanMesh, until
-from truth import RANKS, Job
+from truth import RANKS, Job, came_home
 
 END_S = 90.0  # until a job must have ended: a reservation, a start or a lease may run out first
 LEFT_S = 10.0  # after the end, until none of its processes may be left
@@ -89,6 +89,24 @@ class Soak:
 
     def pids(self, containing: str) -> list[int]:
         return [pid for box in self.mesh.boxes for pid in box.processes(containing)]
+
+    def check_home(self, job: Job, record: dict[str, Any], *, may_miss: bool) -> None:
+        """The launcher ended as its job did, and all files are at home or can be had later."""
+        launcher, code = job.launcher, record["exit_code"]
+        if job.launcher_killed or not re.search(r"^gpulayer: job \w+ ", launcher.output(), re.M):
+            return
+        succeeded = record["state"] == "succeeded"
+        home = self.script / "gpulayer_jobs" / (record["origin"] or record["job"])
+        if succeeded and "did not come home" in launcher.output():
+            assert may_miss, "files did not come home"
+            code = 1
+            until(self.ready, END_S)
+            get = [GPULAYER, "get", record["job"], "--to", str(home)]
+            got = self.mesh.laptop.run(get, timeout=60)
+            assert got.returncode == 0, f"files cannot be had later: {got.stderr}"
+        assert launcher.returncode == code, f"launcher: {launcher.returncode}, job: {code}"
+        if succeeded:
+            came_home(job, record["restart"], home)
 
     def processes_of(self, job: Job) -> tuple[list[int], list[int]]:
         """Return the shims and the main processes of ranks that live now."""
