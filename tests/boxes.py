@@ -211,6 +211,7 @@ class Box:
                 devices=lambda: self.machine.current.devices if self.machine.current else (),
                 care=self.machine,
                 interface_for=lambda hosts: None,
+                cpus_near=lambda numa: () if numa is None else (0,),
                 changed=self._changed,
             ),
             self._restarts,

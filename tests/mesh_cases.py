@@ -29,6 +29,7 @@ def caps(
     free_mib: int = 8000,
     busy: tuple[int, ...] = (),
     links: tuple[tuple[str, ...], ...] = (),
+    numa: tuple[int | None, ...] = (),
 ) -> Capabilities:
     devices = tuple(
         Device(
@@ -40,6 +41,7 @@ def caps(
             free_mib,
             int(i in busy),
             links[i] if i < len(links) else (),
+            numa=numa[i] if i < len(numa) else None,
         )
         for i in range(gpus)
     )

@@ -350,7 +350,7 @@ class Shim:
                 stderr=pipes[1][1],
                 start_new_session=True,
                 umask=self._rank_umask,
-                preexec_fn=_child_setup(os.getpid(), self._libc),
+                preexec_fn=_child_setup(os.getpid(), self._libc, rank.config.get("cpus", ())),
             )
         except (OSError, ValueError) as exc:
             for pipe in pipes:
@@ -665,7 +665,7 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
-def _child_setup(shim: int, libc: Any) -> Callable[[], None]:
+def _child_setup(shim: int, libc: Any, cpus: list[int]) -> Callable[[], None]:
     """What runs in a rank between fork and exec; safe because the shim has one thread."""
 
     def setup() -> None:
@@ -679,6 +679,9 @@ def _child_setup(shim: int, libc: Any) -> Callable[[], None]:
                 fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
                 os.write(fd, _OOM_SCORE)
                 os.close(fd)
+        if cpus and hasattr(os, "sched_setaffinity"):
+            with contextlib.suppress(OSError):  # they were taken away meanwhile: run anywhere
+                os.sched_setaffinity(0, cpus)
 
     return setup
 

@@ -10,12 +10,13 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import psutil
 import pytest
 from boxes import JOB, ORDER, WAITS, Box, Mesh
 from gpulayer_mesh.core.jobspec import HostPhase, JobSpec, Slot
 from gpulayer_mesh.core.types import Accelerator, Blocked, DeviceProcess
 from gpulayer_mesh.errors import PlacementBusyError
-from gpulayer_mesh.runtime import capabilities
+from gpulayer_mesh.runtime import capabilities, gpus
 from gpulayer_mesh.runtime.gpus import FakeGpu, FakeNvml
 from shim_jobs import eventually
 
@@ -223,3 +224,14 @@ async def test_job_without_devices_asks_no_driver(mesh: Mesh) -> None:
     finish(box)
     await eventually(lambda: box.phase() is HostPhase.ENDED)
     assert (box.reservations.grants, driver.readings) == ((), before)
+
+
+async def test_rank_runs_near_its_device(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "numa_of_bus", lambda bus: 0)
+    (box,) = await mesh.start("box-0", nvml=Driver())
+    await run(mesh, box, gpu_job(mesh))
+    (rank,) = box.host.jobs[JOB].report().ranks
+    assert rank.pid is not None
+    assert psutil.Process(rank.pid).cpu_affinity() == [0]  # what boxes have near node 0
+    finish(box)
+    await eventually(lambda: box.phase() is HostPhase.ENDED)

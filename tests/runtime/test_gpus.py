@@ -1,5 +1,7 @@
 """GPUs through a stand-in for NVML, and on real hardware where there is some."""
 
+import os
+import pathlib
 import subprocess
 import sys
 
@@ -9,9 +11,12 @@ from gpulayer_mesh.runtime.gpus import (
     FakeGpu,
     FakeNvml,
     Gpus,
+    cpu_list,
+    cpus_near,
     job_of_process,
     load_nvml,
     name_of_process,
+    numa_of_bus,
 )
 
 
@@ -50,6 +55,36 @@ def test_nvlink_rows(count: int, link: str) -> None:
 def test_pcie_rows_without_nvlink() -> None:
     devices = devices_of(Gpus(None, FakeNvml([FakeGpu("L40S") for _ in range(8)])))
     assert devices[0].links == ("X", "PIX", "NODE", "NODE", "SYS", "SYS", "SYS", "SYS")
+
+
+def test_numa_nodes_are_the_kernels_word_also_for_mig() -> None:
+    asked: list[str] = []
+
+    def numa_of(bus: str) -> int | None:
+        asked.append(bus)
+        return 1
+
+    gpus = Gpus(None, FakeNvml([FakeGpu("A100", mig=["MIG-aa", "MIG-bb"])]), numa_of=numa_of)
+    for _ in range(2):
+        assert [device.numa for device in devices_of(gpus)] == [1, 1]
+    assert asked == ["00000000:01:00.0"]
+
+
+def test_what_the_kernel_does_not_say_is_unknown() -> None:
+    assert numa_of_bus("00000000:f7:1f.7") is None
+    assert numa_of_bus("?") is None
+    assert cpus_near(None) == ()
+    assert cpus_near(1023) == ()
+    assert cpu_list("0-2,8,10-11\n") == {0, 1, 2, 8, 10, 11}
+    with pytest.raises(ValueError, match="x"):
+        cpu_list("x")
+
+
+def test_near_cpus_are_among_those_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pathlib.Path, "read_text", lambda *_: "0-3,8-11\n")
+    for ours, near in (({0, 1, 4, 5}, (0, 1)), ({0, 1}, ()), ({4, 5}, ())):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, ours=ours: ours)
+        assert cpus_near(0) == near
 
 
 def test_unified_memory_is_unknown_not_an_error() -> None:

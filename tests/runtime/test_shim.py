@@ -121,6 +121,21 @@ async def test_print_before_os_exit_is_kept(tmp_path: Path) -> None:
     assert await job.output() == b"x\n"
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no CPU affinity here")
+async def test_rank_runs_where_it_was_put(tmp_path: Path) -> None:
+    cpu = max(os.sched_getaffinity(0))
+    tell = "import os; print(os.sched_getaffinity(0))"
+    command = (sys.executable, "-c", tell)
+    job = await Job(
+        tmp_path,
+        RankCommand(0, command, {}, "", cpus=(cpu,)),
+        RankCommand(1, command, {}, "", cpus=(100_000,)),  # is not there any more
+    ).start()
+    assert [end.code for end in await job.run(ShimDone)] == [0, 0]
+    assert await job.output(0) == f"{{{cpu}}}\n".encode()
+    assert await job.output(1) == f"{os.sched_getaffinity(0)}\n".encode()
+
+
 async def test_line_and_half_line_show_while_the_rank_runs(tmp_path: Path) -> None:
     job = await Job(
         tmp_path,

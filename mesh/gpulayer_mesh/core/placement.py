@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpulayer_mesh.core.devicecare import unfit, users
+from gpulayer_mesh.core.interconnect import fastest_ring
 from gpulayer_mesh.core.jobspec import Slot
 from gpulayer_mesh.core.types import (
     Accelerator,
@@ -36,7 +37,6 @@ PROCESSES_MAX = 1024  # of one slot
 _HOLDERS = 3  # jobs, programs or blocked devices named per busy node; its own list has all
 # What "auto" tries in turn. MPS has no collectives, so it only serves one process.
 _PREFERENCE = (Accelerator.CUDA, Accelerator.ROCM, Accelerator.MPS, Accelerator.CPU)
-_LINK_SCORE = {"NV": 100, "PIX": 5, "PXB": 4, "PHB": 3, "NODE": 2, "SYS": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -473,39 +473,8 @@ def _pool(fits: Sequence[_Fit], nodes: int, auto: bool) -> tuple[list[_Fit], str
 
 
 def _slot(fit: _Fit) -> Slot:
-    devices = _linked(fit.devices, fit.processes) if fit.devices else ()
+    devices = fastest_ring(fit.devices, fit.processes) if fit.devices else ()
     return Slot(fit.member.node, fit.member.name, fit.processes, devices)
-
-
-def _linked(devices: Sequence[Device], count: int) -> tuple[int, ...]:
-    """Pick the devices with the fastest links between them, then those with most free memory."""
-    if count >= len(devices):
-        return tuple(device.index for device in devices)
-
-    def link(a: Device, b: Device) -> int:
-        text = a.links[b.index] if b.index < len(a.links) else ""
-        return next((s for name, s in _LINK_SCORE.items() if text.startswith(name)), 0)
-
-    best: tuple[tuple[int, int], list[Device]] | None = None
-    for start in devices:
-        group, left = [start], [device for device in devices if device is not start]
-        score = 0
-        while len(group) < count:
-            gain, _, nearest = max(
-                (
-                    (sum(link(a, device) for a in group), device.memory_free_mib or 0, device)
-                    for device in left
-                ),
-                key=lambda item: item[:2],
-            )
-            score += gain
-            group.append(nearest)
-            left.remove(nearest)
-        rank = (score, sum(device.memory_free_mib or 0 for device in group))
-        if best is None or rank > best[0]:
-            best = (rank, group)
-    assert best is not None
-    return tuple(sorted(device.index for device in best[1]))
 
 
 def _because(fit: _Fit, slot: Slot, shared: str) -> str:

@@ -147,6 +147,7 @@ class Device:
     links: Annotated[tuple[Text, ...], Meta(max_length=64)] = ()  # to device j: "NV4","PIX","SYS"
     busy_by: Annotated[tuple[DeviceProcess, ...], Meta(max_length=NAMED_MAX)] = ()  # of busy_pids
     blocked: Blocked | None = None  # is granted to nobody until that is gone
+    numa: Annotated[int, Meta(ge=0, lt=1024)] | None = None  # node of the nearest CPUs
 
 
 @dataclass(frozen=True, slots=True)

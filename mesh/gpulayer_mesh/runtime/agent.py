@@ -47,7 +47,7 @@ from gpulayer_mesh.runtime.dial import Dialer
 from gpulayer_mesh.runtime.discovery import Discovery, mesh_tag
 from gpulayer_mesh.runtime.door import Door, DoorRequest, Route
 from gpulayer_mesh.runtime.gossip import Gossip
-from gpulayer_mesh.runtime.gpus import Gpus, load_nvml
+from gpulayer_mesh.runtime.gpus import Gpus, cpus_near, load_nvml
 from gpulayer_mesh.runtime.ground import Means
 from gpulayer_mesh.runtime.hosting import JobHost, Site
 from gpulayer_mesh.runtime.jobdoor import JobDoor
@@ -250,6 +250,7 @@ class Agent:
             devices=lambda: self.machine.current.devices if self.machine.current else (),
             care=self.machine,
             interface_for=lambda hosts: nics.interface_for(hosts, nics.list_interfaces()),
+            cpus_near=cpus_near,
             changed=self._grants_changed,
         )
 

@@ -1,16 +1,18 @@
 """NVIDIA GPUs as the driver shows them, through NVML; and a stand-in for machines without one.
 
 Every figure may be withheld (`NotSupported` on unified memory, `NoPermission` in containers), so
-every call that may fail fails alone. What torch can really do with a GPU is not known here, nor
-is anything of AMD or Apple: `torch_probe` finds those; nor which process is where it should be
-(`core.devicecare`). Cost: about 1 ms per GPU and reading, and two small files per process on it;
-links are read once, for they need a call per pair.
+every call that may fail fails alone. Which processor a GPU hangs on is the kernel's word. What
+torch can really do with a GPU is not known here, nor is anything of AMD or Apple: `torch_probe`
+finds those; nor which process is where it should be (`core.devicecare`). Cost: about 1 ms per GPU
+and reading, and two small files per process on it; links are read once, for they need a call per
+pair.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,6 +90,7 @@ class Gpus:
         *,
         job_of: Callable[[int], str] | None = None,
         name_of: Callable[[int], str] | None = None,
+        numa_of: Callable[[str], int | None] | None = None,
     ) -> None:
         self.driver = ""
         self.problem: str | None = None  # why a driver that is there shows no GPU
@@ -95,7 +98,9 @@ class Gpus:
         self._nvml = nvml
         self._job_of = job_of or job_of_process
         self._name_of = name_of or name_of_process
+        self._numa_of = numa_of or numa_of_bus
         self._links: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+        self._numas: dict[str, int | None] = {}  # by the GPU's uuid
 
     def read(self) -> tuple[Reading, ...]:
         """Read all usable GPUs."""
@@ -150,6 +155,7 @@ class Gpus:
             memory_total_mib=memory.total // _MIB if memory else None,
             memory_free_mib=memory.free // _MIB if memory else None,
             links=links,
+            numa=self._numa(nvml, entry),
         )
         processes = tuple(
             DeviceProcess(pid, self._name_of(pid), self._job_of(pid), memory_mib)
@@ -213,6 +219,12 @@ class Gpus:
                 counts[bus] = counts.get(bus, 0) + 1
         return counts
 
+    def _numa(self, nvml: Nvml, entry: _Found) -> int | None:
+        if entry.gpu_uuid not in self._numas:
+            gpu = self._try(nvml.nvmlDeviceGetHandleByIndex, entry.physical)  # of a MIG instance
+            self._numas[entry.gpu_uuid] = self._numa_of(self._bus(nvml, gpu))
+        return self._numas[entry.gpu_uuid]
+
     def _bus(self, nvml: Nvml, handle: Any) -> str:
         pci = self._try(nvml.nvmlDeviceGetPciInfo_v3, handle)
         return _text(pci.busId) if pci is not None else "?"
@@ -234,6 +246,49 @@ def job_of_process(pid: int) -> str:
         return ""  # ended, or another user's
     found = next((part for part in environ.split(b"\0") if part.startswith(mark)), mark)
     return _shown(found[len(mark) :], 32)
+
+
+def numa_of_bus(bus: str) -> int | None:
+    """Return the NUMA node of a PCI device, None where there is one only, or the kernel is silent.
+
+    Args:
+        bus: as NVML writes it, "00000000:0a:00.0".
+    """
+    domain, _, rest = bus.partition(":")
+    try:
+        text = Path(f"/sys/bus/pci/devices/{domain[-4:]}:{rest}/numa_node").read_text("ascii")
+    except (OSError, ValueError):
+        return None
+    return int(text) if text.strip().isdecimal() else None  # "-1": does not matter
+
+
+def cpus_near(numa: int | None) -> tuple[int, ...]:
+    """Return the CPUs of a NUMA node that this process may use.
+
+    None of them where it may use no others, or nothing is known: then there is nothing to choose.
+    """
+    if numa is None or not hasattr(os, "sched_getaffinity"):
+        return ()
+    try:
+        text = Path(f"/sys/devices/system/node/node{numa}/cpulist").read_text("ascii")
+        near = cpu_list(text)
+    except (OSError, ValueError):
+        return ()
+    ours = os.sched_getaffinity(0)
+    return () if ours <= near else tuple(sorted(ours & near))
+
+
+def cpu_list(text: str) -> set[int]:
+    """Read the kernel's "0-7,16-23".
+
+    Raises:
+        ValueError: it is none.
+    """
+    found: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found
 
 
 def name_of_process(pid: int) -> str:

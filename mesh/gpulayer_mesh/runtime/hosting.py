@@ -109,6 +109,7 @@ class Site:
     devices: Callable[[], tuple[Device, ...]]
     care: Care
     interface_for: Callable[[Iterable[str]], str | None]
+    cpus_near: Callable[[int | None], tuple[int, ...]]  # a NUMA node, see `gpus.cpus_near`
     changed: Callable[[], None]  # grants changed: tell the mesh
 
 
@@ -567,6 +568,7 @@ class JobHost:
                 env=rank_environment(spec, one.slot, local, order, host),
                 cwd=str(one.folder.work / spec.cwd),
                 python=spec.python,
+                cpus=self._cpus_near(one.machine.slot.devices[local : local + 1]),
             )
             for local in range(spec.slots[one.slot].processes)
         )
@@ -579,6 +581,11 @@ class JobHost:
             fence_grace_s=hosted.fence_grace_s(spec),
             secrets=tuple(order.secrets.values()),
         )
+
+    def _cpus_near(self, devices: Collection[int]) -> tuple[int, ...]:
+        """Return where the rank of a device runs best, () for anywhere."""
+        numas = [known.numa for known in self.site.devices() if known.index in devices]
+        return self.site.cpus_near(numas[0]) if numas else ()
 
     # --- what an earlier agent left --------------------------------------------------------------
 

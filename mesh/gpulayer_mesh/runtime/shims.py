@@ -61,6 +61,7 @@ class RankCommand:
     env: dict[str, str]  # all of it: a rank inherits nothing from the agent
     cwd: str
     python: bool = False  # the program is a Python interpreter; see `rank_hook`
+    cpus: tuple[int, ...] = ()  # where it may run; () for wherever the agent may
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
