@@ -452,8 +452,9 @@ async def test_only_jobs_of_launchers_are_held_watched_and_agreed_to(mesh: Mesh)
     assert box.copies.jobs() == set()
 
 
+@pytest.mark.parametrize("how", ["agreed", "told"])
 async def test_nodes_of_the_next_attempt_may_read_what_the_one_before_has_left(
-    mesh: Mesh,
+    mesh: Mesh, how: str
 ) -> None:
     (box,) = await mesh.start("box-1")
     one = first(mesh, "box-1", voters=("box-1", "box-2", "box-0"))
@@ -464,5 +465,12 @@ async def test_nodes_of_the_next_attempt_may_read_what_the_one_before_has_left(
         assert allowed is may, who
     change = restarts.Change(1, (Slot(mesh.node("other"), "other", 1),), (mesh.node("other"),))
     after = sign_change(mesh.keys["box-2"], mesh.roster.mesh, mesh.node("box-2"), one, change)
-    await agree(box, "box-2", after)
+    path = f"/v1/attempts/{NEXT}/read"
+    for who in ("other", "box-0"):
+        with pytest.raises(NotAllowedError, match="only who signed"):
+            await box.ask(who, "POST", path, {"spec": after.chain})
+    if how == "agreed":
+        await agree(box, "box-2", after)
+    else:  # it was away when others agreed
+        await box.ask("box-2", "POST", path, {"spec": after.chain})
     assert box.restarts.may_read(JOB, mesh.node("other"), ())

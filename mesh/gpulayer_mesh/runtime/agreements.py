@@ -61,6 +61,7 @@ class Agreements:
         self._part = part
         self._keeper_heard_s = keeper_heard_s
         self._heard: dict[str, float] = {}  # of an attempt, as its witness; monotonic
+        self._readers: dict[str, tuple[float, Signed]] = {}  # attempts told of, and when
         root.mkdir(mode=0o700, exist_ok=True)
 
     def routes(self) -> list[Route]:
@@ -69,6 +70,7 @@ class Agreements:
             Route("GET", attempt, self.get_bound),
             Route("POST", attempt + "/agree", self.agree, None, CHAIN_MAX + 1024),
             Route("POST", attempt + "/hold", self.hold, None, CHAIN_MAX + 1024),
+            Route("POST", attempt + "/read", self.let_read, None, CHAIN_MAX + 1024),
         ]
 
     def heard(self, attempt: str) -> None:
@@ -137,6 +139,15 @@ class Agreements:
         path = self._root / attempt
         return path.exists() and not path.stat().st_size
 
+    def may_read(self, attempt: str, peer: NodeId) -> bool:
+        """Return whether a node starts or runs an attempt of this id, as far as this one knows."""
+        known = [self._readers[attempt][1]] if attempt in self._readers else []
+        with contextlib.suppress(RemoteProtocolError):  # its signer was removed
+            if (bound := self.bound(attempt)) is not None:
+                known.append(bound)
+        nodes = {slot.node for one in known for slot in one.spec.slots}
+        return peer in nodes | {one.signer for one in known}
+
     def superseded(self, spec: JobSpec) -> bool:
         """Return whether this node is bound to an attempt after this one."""
         origin = restarts.origin_of(spec)
@@ -156,6 +167,7 @@ class Agreements:
         """
         now = time.monotonic()
         self._heard = {i: at for i, at in self._heard.items() if now - at < older_s}
+        self._readers = {i: one for i, one in self._readers.items() if now - one[0] < older_s}
         numbers = range(1, RESTARTS_MAX + 1)
         kept = {restarts.attempt_id(origin, number) for origin in origins for number in numbers}
         for path in self._root.iterdir():
@@ -188,6 +200,14 @@ class Agreements:
             raise NotAllowedError(f"{self._name} is no witness of that job")
         self.refuse_superseded(attempt.spec)
         self._heard[attempt.spec.id] = time.monotonic() + LEASE_S  # until when it may go
+
+    async def let_read(self, request: DoorRequest) -> None:
+        """Let its author and the nodes of an attempt have what those before it have left here.
+
+        Who was away when others agreed to it, or has no vote on it, knows nothing of it yet.
+        """
+        attempt = self._asked_for(request)
+        self._readers[attempt.spec.id] = (time.monotonic(), attempt)
 
     def _asked_for(self, request: DoorRequest) -> Signed:
         body = wire.unpack(request.body, max_bytes=CHAIN_MAX + 1024)

@@ -160,7 +160,7 @@ class MeshGround:
             attempt.chain,
             source,
             self._secrets,
-            before_preflight=lambda: self._restore(attempt.spec, ran),
+            before_preflight=lambda: self._restore(attempt, ran),
         )
 
     async def hold(self, node: NodeId, attempt: Signed) -> None:
@@ -188,10 +188,11 @@ class MeshGround:
         manifest = open_manifest(packed, sha256=ran.spec.manifest)
         return _Stored(packed, tuple(unique_chunks(manifest)), self._site.store)
 
-    async def _restore(self, spec: JobSpec, ran: Signed) -> None:
+    async def _restore(self, attempt: Signed, ran: Signed) -> None:
         """Have every node of the next attempt fetch what the one before has left."""
+        spec = attempt.spec
         slots = range(len(spec.slots))
-        found = await asyncio.gather(*(self._left(ran, slot) for slot in slots))
+        found = await asyncio.gather(*(self._left(attempt, ran, slot) for slot in slots))
         path = f"/v1/jobs/{spec.id}/restore"
 
         async def one(slot: int) -> None:
@@ -209,7 +210,12 @@ class MeshGround:
         if errors := [error for error in results if isinstance(error, BaseException)]:
             raise starting.first_error(BaseExceptionGroup("restore", errors))
 
-    async def _left(self, ran: Signed, slot: int) -> dict[str, SlotSource]:
+    async def _let_read(self, node: NodeId, attempt: Signed) -> None:
+        """Have a node let this one, and those of an attempt, read what it has of the job."""
+        path = f"/v1/attempts/{attempt.spec.id}/read"
+        await self.call(node, "POST", path, {"spec": attempt.chain}, deadline_s=AGREE_S)
+
+    async def _left(self, attempt: Signed, ran: Signed, slot: int) -> dict[str, SlotSource]:
         """Find what a slot has left, by the attempt that it is of.
 
         An attempt that was lost early may have no copies yet of files that the one before it had:
@@ -217,7 +223,7 @@ class MeshGround:
         """
         found: dict[str, SlotSource] = {}
         for spec in (ran.spec, *reversed(ran.history)):
-            source = await self._left_by(spec, slot)
+            source = await self._left_by(attempt, spec, slot)
             if source is None:
                 continue
             found[spec.id] = without(source, found.values())
@@ -228,7 +234,7 @@ class MeshGround:
             found[ran.spec.id] = SlotSource(HostAddress(self.node, ()), ())
         return found
 
-    async def _left_by(self, ran: JobSpec, slot: int) -> SlotSource | None:
+    async def _left_by(self, attempt: Signed, ran: JobSpec, slot: int) -> SlotSource | None:
         """Find what an attempt has left: on its node, or else the newest copy on a voter."""
         node = ran.slots[slot].node
         here = HostAddress(node, self.addresses(node))
@@ -236,6 +242,7 @@ class MeshGround:
         # Of a node that is there nothing older will do: an error ends this try.
         with contextlib.suppress(NotFoundError):
             if await self.answers(node):
+                await self._let_read(node, attempt)
                 plain = await self.call(node, "GET", path, deadline_s=FILES_S)
                 ranks = ranks_of(ran, slot)
                 files = wire.decode_as(Outputs, plain).files
@@ -244,6 +251,7 @@ class MeshGround:
         async def held(voter: NodeId) -> list[tuple[HostAddress, HeldSlot]]:
             path = f"/v1/copies/{ran.id}?slot={slot}"
             try:
+                await self._let_read(voter, attempt)
                 plain = await self.call(voter, "GET", path, deadline_s=LISTING_S)
                 lists = wire.decode_as(tuple[HeldSlot, ...], plain)
             except GpuLayerError:

@@ -278,12 +278,10 @@ class Restarts:
         if peer in spec.voters or any(peer == slot.node for slot in spec.slots):
             return True
         origin = restarts.origin_of(spec)
-        for number in range(spec.restart + 1, spec.restarts + 1):
-            with contextlib.suppress(RemoteProtocolError):  # its signer was removed
-                later = self.agreements.bound(restarts.attempt_id(origin, number))
-                if later is not None and any(peer == slot.node for slot in later.spec.slots):
-                    return True
-        return False
+        later = range(spec.restart + 1, spec.restarts + 1)
+        return any(
+            self.agreements.may_read(restarts.attempt_id(origin, number), peer) for number in later
+        )
 
     async def stop_elsewhere(self, request: DoorRequest) -> None:
         """Another voter was asked to stop the job whose next attempt this node may see to."""
