@@ -125,9 +125,10 @@ class Node:
     def take(self, ticket: Ticket) -> Standing:
         now = self.now
         self.booked.expire(now)  # as the agent's timer does
+        stood = self.tickets.find(now, ticket.job) is not None
         standing = self.tickets.take(now, ticket)
         if self.tickets.find(now, ticket.job) is not None:
-            first, _ = self.registered.get(ticket.job, (self.world.now, now))
+            first = self.registered[ticket.job][0] if stood else self.world.now
             self.registered[ticket.job] = (first, now)
         self.tickets.check()
         return replace(standing, grants=self.booked.grants)
@@ -167,7 +168,7 @@ class Node:
         self.booked.release(job)
 
     def crash(self) -> None:
-        if self.up:
+        if self.hears:
             self.up, self.down_since = False, self.world.now
             self.world.loop.call_later(self.world.rng.uniform(0.1, 6), self.restart)
 
