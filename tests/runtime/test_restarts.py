@@ -185,7 +185,9 @@ async def test_only_voters_and_only_the_author_are_heard(mesh: Mesh) -> None:
     for who in ("other", "laptop"):
         with pytest.raises(NotAllowedError, match="only voters"):
             await box.ask(who, "GET", f"/v1/attempts/{NEXT}")
-    assert await box.ask("box-0", "GET", "/v1/attempts/..%2fagent.json") == {"spec": None}
+    (box.home / "nothing").touch()
+    for path in ("..%2fagent.json", "..%2fnothing"):
+        assert await box.ask("box-0", "GET", f"/v1/attempts/{path}") == {"spec": None}
 
 
 async def test_voter_agrees_to_nothing_while_its_own_part_runs(mesh: Mesh) -> None:

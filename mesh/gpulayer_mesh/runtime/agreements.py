@@ -112,7 +112,7 @@ class Agreements:
         Raises:
             RemoteProtocolError: who signed it is no member any more.
         """
-        if len(attempt) != JOB_ID_CHARS or not set(attempt) <= set(JOB_ID_ALPHABET):
+        if not _is_id(attempt):
             return None
         try:
             chain = (self._root / attempt).read_bytes()
@@ -137,7 +137,7 @@ class Agreements:
     def closed(self, attempt: str) -> bool:
         """Return whether there will be no attempt of this id: its job had ended before."""
         path = self._root / attempt
-        return path.exists() and not path.stat().st_size
+        return _is_id(attempt) and path.exists() and not path.stat().st_size
 
     def may_read(self, attempt: str, peer: NodeId) -> bool:
         """Return whether a node starts or runs an attempt of this id, as far as this one knows."""
@@ -219,6 +219,11 @@ class Agreements:
         if attempt.signer != request.peer or attempt.spec.id != request.params["id"]:
             raise NotAllowedError("only who signed an attempt may ask for it")
         return attempt
+
+
+def _is_id(attempt: str) -> bool:
+    """A member may ask for anything; only this may become a path."""
+    return len(attempt) == JOB_ID_CHARS and set(attempt) <= set(JOB_ID_ALPHABET)
 
 
 def _keep(path: Path, chain: bytes) -> None:
