@@ -514,6 +514,15 @@ def test_neither_success_nor_a_stop_is_followed_by_an_attempt() -> None:
     assert keeper.state is JobState.CANCELLED
 
 
+def test_problem_of_a_node_explains_ranks_that_lost_their_peers() -> None:
+    keeper = Keeper(1, 1).run()
+    keeper.hear(report(0, STOPPING, exited(0, 1, GLOO)))
+    keeper.wait(SETTLE_CAUSE_S)  # its agent is away; it comes back after all were stopped
+    keeper.hear(report(1, ENDED, exited(1, 1, stopped=True), problem="no word from the agent"))
+    keeper.hear(report(0, ENDED, exited(0, 1, GLOO)))
+    assert keeper.failed == (None, "box-1", 1, "node box-1: no word from the agent")
+
+
 def test_ranks_of_a_silent_node_are_waited_for() -> None:
     keeper = Keeper(1, 1, restarts=1).run()
     effects = keeper.wait(HOST_LOST_S + 1, 1)

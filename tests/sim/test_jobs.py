@@ -164,7 +164,7 @@ class Node:
 
         def look() -> None:
             if self.lives == life and not self.hears and self.shim == "running":
-                self.end_ranks()
+                self.end_ranks("no word from the agent")
 
         self.after(hosted.agent_silence_s(self.world.spec), look)
 
@@ -269,14 +269,14 @@ class Node:
             self.shim = "done"
             self.after(0.1, lambda: self.said(hosted.ShimDone()))
 
-    def end_ranks(self) -> None:
+    def end_ranks(self, why: str = "") -> None:
         if self.shim == "done":
             return
         self.shim = "ending"
         for rank in sorted(self.alive):
             self.exit_rank(rank, 1, stopped=True)
         self.shim = "done"
-        self.after(0.1, lambda: self.said(hosted.ShimDone()))
+        self.after(0.1, lambda: self.said(hosted.ShimLost(why) if why else hosted.ShimDone()))
 
 
 class World:

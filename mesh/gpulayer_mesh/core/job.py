@@ -556,7 +556,8 @@ class KeptJob:
                 self._stop_all(now, event, FAILURE_GRACE_S)
         if self.stage is Stage.STOPPING:
             if self.failure is not None and self.failure.rank is not None:
-                self.failure = self._rank_cause(now) or self._lost() or self.failure
+                cause = self._rank_cause(now) or self._problem() or self._lost()
+                self.failure = cause or self.failure
             if all(host.over for host in hosts) or (self._late(now) and self._killed):
                 if self._may_restart():
                     self._move(now, event, Stage.RESTARTING, now + RESTART_S)
@@ -572,11 +573,7 @@ class KeptJob:
         found = self._rank_cause(now)
         if found is not None:
             return found
-        for host in self._hosts.values():
-            if host.report.problem:
-                name = host.slot.name
-                return Failure(None, name, 1, f"node {name}: {host.report.problem}")
-        found = self._lost() or self._cut_off(now)
+        found = self._problem() or self._lost() or self._cut_off(now)
         if found is None and self.stage is Stage.STARTING and self._late(now):
             found = self._not_started()
         return found or failure.first_failure(self._ranks(now)) or self._stopped_there()
@@ -588,6 +585,13 @@ class KeptJob:
             for node, status in self._ranks(now)
             if not failure.is_consequence(status)
         )
+
+    def _problem(self) -> Failure | None:
+        for host in self._hosts.values():
+            if host.report.problem:
+                name = host.slot.name
+                return Failure(None, name, 1, f"node {name}: {host.report.problem}")
+        return None
 
     def _lost(self) -> Failure | None:
         for host in self._hosts.values():
