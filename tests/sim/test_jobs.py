@@ -175,7 +175,8 @@ class Node:
         world = self.world
         effects = self.host.handle(self.now, event)
         self.host.check()
-        world.reach(self, f"took {named(event)}")
+        if not isinstance(event, hosted.ShimLost):  # comes where an agent was away already
+            world.reach(self, f"took {named(event)}")
         for effect in effects:
             world.reach(self, f"before {named(effect)}")
             match effect:
