@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import os
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,19 @@ import pytest
 from gpulayer_mesh import client as clients
 from gpulayer_mesh.client import MeshClient
 from gpulayer_mesh.core import wire
-from gpulayer_mesh.core.jobspec import HostPhase, JobRecord, JobSpec, JobState, OutputFile
+from gpulayer_mesh.core.jobspec import (
+    HostPhase,
+    JobRecord,
+    JobSpec,
+    JobState,
+    OutputFile,
+    RankState,
+    RankStatus,
+)
 from gpulayer_mesh.core.logrecord import LogRecord, LogStream
 from gpulayer_mesh.core.restarts import Change, next_spec
 from gpulayer_mesh.errors import GpuLayerError, NotFoundError, TransportError
-from job_cases import node, report, spec
+from job_cases import exited, node, report, spec
 
 
 class Asking(MeshClient):
@@ -125,6 +134,20 @@ async def test_lines_that_cannot_be_had_are_missed_aloud(
     with pytest.raises(TransportError, match="lines are missing: box-1 does not answer"):
         await client.lines()
     assert sorted(client.seen) == EVERY_LINE[:4]
+
+
+@pytest.mark.parametrize("ran", [False, True])
+async def test_node_on_which_no_rank_started_owes_no_lines(ran: bool) -> None:
+    class Forgotten(Streaming):
+        async def stream(self, asked: str, _: Any, __: str, path: str) -> AsyncIterator[bytes]:
+            raise NotFoundError("no job on box-1")
+            yield b""
+
+    last = exited(0) if ran else RankStatus(0, RankState.WAITING)
+    over = JobRecord(spec(1), JobState.FAILED, node(0), reports=(report(0, HostPhase.ENDED, last),))
+    with pytest.raises(TransportError, match="lines are missing") if ran else nullcontext():
+        async for _ in Forgotten(0).logs(over, ranks=None, follow=False):
+            pass
 
 
 # --- attempts ------------------------------------------------------------------------------------

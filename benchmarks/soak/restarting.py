@@ -81,7 +81,7 @@ class Restarting(Soak):
         self.allowed = 0
         self.hit = -1  # the newest attempt when something happened that may end it
         self.hits: list[tuple[str, float]] = []  # kind and time of what may end an attempt
-        self.gone: dict[str, list[float]] = {}  # host -> when it was lost or cut off
+        self.gone: dict[str, list[tuple[float, float]]] = {}  # host -> from when to when
         self.lost: list[str] = []
         self.touched: set[str] = set()  # hosts whose agent was not always there
         job = self.start_job(codes, PAUSE_S, "--restarts", str(self.restarts))
@@ -200,7 +200,8 @@ class Restarting(Soak):
 
     def leave(self, box: Host, kind: str, seconds: float) -> None:
         self.away = Away(box, kind, time.monotonic() + seconds)
-        self.gone.setdefault(box.name, []).append(time.clock_gettime(time.CLOCK_BOOTTIME))
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        self.gone.setdefault(box.name, []).append((now, now + seconds))
 
     def bring_back(self) -> None:
         assert self.away is not None

@@ -6,6 +6,7 @@ It knows files and numbers only: neither the mesh, nor how anything is killed.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -97,42 +98,42 @@ def never_two_at_once(job: Job) -> None:
             last = max(last, (beat, f"attempt {attempt}'s rank {rank} on {host}"))
 
 
-def files_came_back(job: Job, away: dict[str, list[float]], kept_s: float) -> int:
+def files_came_back(
+    job: Job, away: Mapping[str, Sequence[tuple[float, float]]], kept_s: float
+) -> int:
     """Check that a rank found what an attempt before had written this long before its end.
 
     Args:
-        away: host -> when it was lost or cut off, after which nothing of it was to be had.
+        away: host -> from when to when nothing of it was to be had.
 
     Returns:
         How many ranks of later attempts were compared.
     """
     compared = 0
     promised = dict.fromkeys(range(RANKS), 0)
+    written: dict[int, list[tuple[int, float]]] = {rank: [] for rank in range(RANKS)}
     for attempt in job.attempts():
         found = [[int(n) for n in job.note(attempt, r, "found").split()] for r in range(RANKS)]
-        zeros = {one[2] for one in found if one}
-        for rank, one in enumerate(found):
-            if not one or attempt == 0:
-                continue
-            out, work, zero = one
-            compared += 1
-            least = f"{promised[rank]} or later of what came before"
-            assert out >= promised[rank], f"attempt {attempt}: rank {rank} found {out}, not {least}"
-            assert work >= promised[rank], (
-                f"attempt {attempt}: rank {rank} found {work} in its working folder, not {least}"
-            )
-            assert zeros == {zero}, f"attempt {attempt}: rank 0's files differ: {found}"
-            assert not found[0] or zero == found[0][0], f"attempt {attempt}: {found}"
-        for rank, one in enumerate(found):
-            if one:
-                promised[rank] = max(promised[rank], min(one[:2]))
-            began, host = job.started(attempt, rank)
-            ended = job.beat(attempt, rank)
-            ended = min([ended, *(at for at in away.get(host, []) if began <= at)])
+        for rank in [rank for rank in range(RANKS) if found[rank]]:
+            out, work, zero = found[rank]
+            if attempt:
+                compared += 1
+                what = f"attempt {attempt}: rank {rank} found {out} and {work} in its folders"
+                assert min(out, work) >= promised[rank], f"{what}, {promised[rank]} was promised"
+                same = [one[2] for one in found if one] + found[0][:1]
+                assert set(same) == {zero}, f"attempt {attempt}: rank 0's files differ: {found}"
+            # What it did not find is gone, and was not promised.
+            written[rank] = [one for one in written[rank] if one[0] <= max(out, work)]
             for line in job.note(attempt, rank, "writes").splitlines():
                 count, at = line.split()
-                if float(at) <= ended - kept_s:
-                    promised[rank] = max(promised[rank], int(count))
+                written[rank].append((int(count), float(at)))
+            began, host = job.started(attempt, rank)
+            ended = job.beat(attempt, rank)
+            for left, back in away.get(host, ()):
+                if left < ended and back > began:
+                    ended = min(ended, max(left, began))
+            old = [count for count, at in written[rank] if at <= ended - kept_s]
+            promised[rank] = max([promised[rank], *old])
     return compared
 
 

@@ -19,7 +19,15 @@ from typing import Any, TypeVar
 from urllib.parse import quote
 
 from gpulayer_mesh.core import wire
-from gpulayer_mesh.core.jobspec import OVER, HostPhase, JobRecord, JobSpec, OutputFile, Outputs
+from gpulayer_mesh.core.jobspec import (
+    OVER,
+    HostPhase,
+    JobRecord,
+    JobSpec,
+    OutputFile,
+    Outputs,
+    RankState,
+)
 from gpulayer_mesh.core.logrecord import LogRecord, RecordParser
 from gpulayer_mesh.core.restarts import attempt_id, has_begun, may_follow, origin_of
 from gpulayer_mesh.core.tickets import Standing, Ticket, positions
@@ -576,8 +584,8 @@ class MeshClient:
                             await put(one)
                 return
             except NotFoundError as e:
-                if _lost(record, node):
-                    return  # it has gone before it had a part in the job
+                if _lost(record, node) or _ran_nothing(record, node):
+                    return
                 raise TransportError(f"lines are missing: {e.message}") from e
             except TransportError as e:
                 over = await self._ended_without(record, node) if follow else record
@@ -680,6 +688,12 @@ def _lost(record: JobRecord, node: NodeId) -> bool:
     return all(
         report.node != node or report.phase is not HostPhase.ENDED for report in record.reports
     )
+
+
+def _ran_nothing(record: JobRecord, node: NodeId) -> bool:
+    """Return whether no rank has started on a node: a later attempt is forgotten there then."""
+    ranks = [rank for report in record.reports if report.node == node for rank in report.ranks]
+    return all(rank.state is RankState.WAITING for rank in ranks)
 
 
 def _answered(
