@@ -600,16 +600,34 @@ class MeshClient:
 
     async def _ended_without(self, record: JobRecord, node: NodeId) -> JobRecord | None:
         """Return the record of a job that has ended, as the others know it; None while it runs."""
-        others = [s.node for s in record.spec.slots if s.node != node]
-        for other in [record.keeper, *others]:
-            if other == node:
-                continue
+        path = f"/v1/jobs/{record.spec.id}"
+
+        async def ask(other: NodeId) -> JobRecord | None:
             try:
-                plain = await self.call(other, "GET", f"/v1/jobs/{record.spec.id}", deadline_s=5.0)
+                return self.decode_record(await self.call(other, "GET", path, deadline_s=5.0))
             except GpuLayerError:
-                continue
-            found = self.decode_record(plain)
-            return found if found.ended_age_s is not None else None
+                return None
+
+        others = {record.keeper, *(slot.node for slot in record.spec.slots)} - {node}
+        asking = {asyncio.ensure_future(ask(other)) for other in others}
+        answered = False
+        try:
+            while asking:  # several may be lost: one that answers is not kept waiting for them
+                done, asking = await asyncio.wait(
+                    asking,
+                    timeout=NEXT_S if answered else None,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                found = [one for task in done if (one := task.result()) is not None]
+                for one in found:
+                    if one.ended_age_s is not None:
+                        return one
+                if not done:
+                    break
+                answered = answered or bool(found)
+        finally:
+            for task in asking:
+                task.cancel()
         return None
 
     async def outputs(self, record: JobRecord) -> list[tuple[NodeId, Outputs | None]]:

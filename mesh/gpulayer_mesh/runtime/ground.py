@@ -240,8 +240,9 @@ class MeshGround:
         here = HostAddress(node, self.addresses(node))
         path = f"/v1/jobs/{ran.id}/files"
         # Of a node that is there nothing older will do: an error ends this try.
+        there = await self.answers(node)
         with contextlib.suppress(NotFoundError):
-            if await self.answers(node):
+            if there:
                 await self._let_read(node, attempt)
                 plain = await self.call(node, "GET", path, deadline_s=FILES_S)
                 ranks = ranks_of(ran, slot)
@@ -258,7 +259,8 @@ class MeshGround:
                 return []
             return [(HostAddress(voter, self.addresses(voter)), one) for one in lists]
 
-        answers = await asyncio.gather(*map(held, ran.voters))
+        voters = [voter for voter in ran.voters if voter != node or there]
+        answers = await asyncio.gather(*map(held, voters))
         return newest_copy(slot, [one for answer in answers for one in answer])
 
 
