@@ -115,7 +115,7 @@ def test_lost_machine_of_rank_0_is_replaced_and_nothing_is_lost(whole: LanMesh) 
     power_off(lost)
     off = time.monotonic()
     found = run.expect(r"^\[0\|(\S+)\] attempt 1 from (\d+), rank 0 was at (\d+)$", 120)
-    print(f"next attempt ran {time.monotonic() - off:.1f} s after the machine of rank 0 was lost")
+    print(f"next attempt seen {time.monotonic() - off:.1f} s after the machine of rank 0 was lost")
     assert found[1] not in (lost.name, stays.name)
     assert int(found[2]) > 40  # copied every few seconds
     assert found[2] == found[3]
