@@ -370,6 +370,16 @@ def test_names_a_bundle_may_not_have_are_kept() -> None:
     assert output_problem("\udc80") is not None
 
 
+def test_file_that_was_renamed_into_place_counts_at_once() -> None:
+    watch = Watch({})
+    for look in range(3):  # the inode of the one before comes again
+        now = replace(stamp(5, mtime_ns=look), whole=True)
+        assert watch.scan(2.0 * look, {OUT: now}) == [OUT]
+        assert not watch.may_grow(OUT)
+        watch.hashed(OUT, now, sha(str(look)), pinned=False)
+    assert watch.scan(6.0, {OUT: stamp(5, mtime_ns=2)}) == []  # a pin changed it, no write did
+
+
 def test_file_that_is_replaced_all_the_time_counts_and_stays_pinned() -> None:
     watch = Watch({})
     for look in range(3):

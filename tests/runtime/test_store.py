@@ -398,5 +398,20 @@ def test_output_list_is_limited(job_dir: Path, monkeypatch: pytest.MonkeyPatch) 
     )
 
 
+def test_file_that_was_renamed_or_dated_after_its_last_write_is_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "out" / "rank0"
+    folder.mkdir(parents=True)
+    (folder / "written").write_text("a")
+    (folder / "fresh").write_text("a")
+    about = (folder / "fresh").stat()
+    os.utime(folder / "fresh", ns=(about.st_atime_ns, about.st_mtime_ns - 1))  # clocks are coarse
+    (folder / "fresh").rename(folder / "whole")
+    stamps = ChunkStore.stamp_outputs(tmp_path, range(1))
+    assert {path: stamp.whole for (_, _, path), stamp in stamps.items()} == {
+        "written": False,
+        "whole": True,
+    }
+
+
 def test_job_without_outputs_lists_none(tmp_path: Path) -> None:
     assert ChunkStore.scan_outputs(tmp_path / "none", Manifest(), 0) == Outputs()

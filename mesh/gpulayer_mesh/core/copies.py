@@ -1,13 +1,14 @@
 """Copies of a running job's files on a second machine: what counts, what is sent, who holds it.
 
-Rules. A file counts once it stayed the same from one look to the next, or was replaced by another
-before each of two looks: one renamed into place is whole, however soon the next one comes. What
-counts is pinned under its hash, so it can be fetched although the job replaces it. What is still
-written, and what has just gone, stays in the list as it was for as long as it is pinned or the
-holder has it, so that a holder never drops the last checkpoint for one that is not there yet. A
-small file that only grows, a log, is taken as far as it goes every half a minute. The holder is the
-first voter behind the sender that answers. A list has a version; a newer one takes the place of an
-older one once all its files have arrived.
+Rules. A file counts once it stayed the same from one look to the next, or is whole: renamed into
+place after its last write, however soon the next one comes. Where clocks are too coarse to tell, a
+file that was replaced by another before each of two looks is. What counts is pinned under its hash,
+so it can be fetched although the job replaces it. What is still written, and what has just gone,
+stays in the list as it was for as long as it is pinned or the holder has it, so that a holder never
+drops the last checkpoint for one that is not there yet. A small file that only grows, a log, is
+taken as far as it goes every half a minute. The holder is the first voter behind the sender that
+answers. A list has a version; a newer one takes the place of an older one once all its files have
+arrived.
 
 `Watch` is the sender's view of its files, `Link` its view of the holder. This module does not know
 folders, requests or how files travel.
@@ -16,7 +17,7 @@ folders, requests or how files travel.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from msgspec import Meta
@@ -50,6 +51,9 @@ class Stamp:
     mtime_ns: int
     inode: int
     executable: bool = False
+    # Its name or mode changed after its last write. The inode alone does not tell that a file was
+    # replaced: its number is given out again at once.
+    whole: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +181,7 @@ class Watch:
             one = seen[key] = _Seen(stamp, before is not None and before.stamp == stamp, now)
             if before is not None and before.stamp.inode != stamp.inode:
                 one.replaced = before.replaced + 1
-                one.settled = one.replaced > 1
+            one.settled = one.settled or stamp.whole or one.replaced > 1
             if before is not None and not before.settled:
                 one.since = before.since
             grows = (

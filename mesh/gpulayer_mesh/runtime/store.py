@@ -416,7 +416,8 @@ def make_dirs(root: int, parts: list[str], mode: int = 0o755, *, instead: bool =
 
 
 def _stamp(about: os.stat_result) -> Stamp:
-    return Stamp(about.st_size, about.st_mtime_ns, about.st_ino, _runs(about))
+    whole = about.st_ctime_ns > about.st_mtime_ns
+    return Stamp(about.st_size, about.st_mtime_ns, about.st_ino, _runs(about), whole)
 
 
 def _runs(about: os.stat_result) -> bool:
