@@ -610,8 +610,12 @@ async def test_job_of_a_removed_submitter_ends(mesh: Mesh) -> None:
 
 async def test_new_agent_takes_over_running_ranks(mesh: Mesh) -> None:
     (box,) = await running(mesh, mesh.spec(code=WAITS))
-    box = await box.restart()
+    await box.crash()
+    saved = box.work.parent / "record"
+    os.utime(saved, (0.0, saved.stat().st_mtime - 100.0))
+    (box,) = await mesh.start("box-0")
     assert box.phase() is HostPhase.RUNNING
+    assert box.host.jobs[JOB].current_record().age_s > 100.0  # it ran on since it was saved
     assert [grant.job for grant in box.reservations.grants] == [JOB]
     (box.work / "finish").touch()
     await eventually(lambda: box.state() is JobState.SUCCEEDED)

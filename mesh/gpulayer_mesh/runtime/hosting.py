@@ -663,7 +663,7 @@ class JobHost:
             return
         if one.keeper == self.site.node and record.state is not JobState.PLACING:
             proof = None if lease is None else lease - hosted.KEEPER_SILENT_S
-            one.kept = job.KeptJob.resume(record, now=now, proof=proof)
+            one.kept = job.KeptJob.resume(one.current_record(), now=now, proof=proof)
         elif record.state is JobState.RESTARTING:
             self._restarting.stand_in(one)
         elif not adopted:
