@@ -341,7 +341,7 @@ async def _start(request: JobRequest, began: Callable[[JobRecord], None]) -> Job
 
     ui = Ui()
     record = await start(request, ui, began=began)
-    ui.note(f"job {record.spec.id} runs {record.spec.name}")
+    ui.began(record)
     return record
 
 

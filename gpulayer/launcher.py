@@ -281,6 +281,8 @@ async def _run_job(request: JobRequest) -> JobOutcome:
                 if placed is None:
                     return JobOutcome("", ExitCode.OK, None)
                 record, job = placed, placed.spec.id
+                if not request.detach:
+                    ui.began(record)
                 ui.restarts(record.spec, client.names())
                 if request.detach:
                     ui.detached(record)

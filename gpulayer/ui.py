@@ -144,6 +144,10 @@ class Ui:
         for warning in bundle.warnings:
             self.note(f"  note: {warning}")
 
+    def began(self, record: JobRecord) -> None:
+        """Say that a job runs, and what all commands call it."""
+        self.note(f"job {record.spec.id} runs {clean(record.spec.name)}")
+
     def restarts(self, spec: JobSpec, names: Mapping[str, str]) -> None:
         """Say what a job that may start again can survive; nothing for another.
 

@@ -93,7 +93,8 @@ class Soak:
     def check_home(self, job: Job, record: dict[str, Any], *, may_miss: bool) -> None:
         """The launcher ended as its job did, and all files are at home or can be had later."""
         launcher, code = job.launcher, record["exit_code"]
-        if job.launcher_killed or not re.search(r"^gpulayer: job \w+ ", launcher.output(), re.M):
+        told = re.search(r"^gpulayer: job \w+ \w+ after ", launcher.output(), re.MULTILINE)
+        if job.launcher_killed or told is None:
             return
         succeeded = record["state"] == "succeeded"
         home = self.script / "gpulayer_jobs" / (record["origin"] or record["job"])

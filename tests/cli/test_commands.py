@@ -136,6 +136,7 @@ def test_run_brings_output_and_files_home(gpulayer: Callable[..., Done]) -> None
     ]
     assert "gpulayer: plan for train.py: 2 nodes x 1 process on cpu" in done.err
     (folder,) = Path("gpulayer_jobs").iterdir()
+    assert done.err.count(f"gpulayer: job {folder.name} runs train.py\n") == 1
     assert (folder / "model.txt").read_text() == "0"
     assert (folder / "rank1" / "model.txt").read_text() == "1"
     assert f"gpulayer: 2 files, 2 B -> {folder}" in done.err
