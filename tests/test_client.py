@@ -26,7 +26,7 @@ from gpulayer_mesh.core.jobspec import (
 )
 from gpulayer_mesh.core.logrecord import LogRecord, LogStream
 from gpulayer_mesh.core.restarts import Change, next_spec
-from gpulayer_mesh.errors import GpuLayerError, NotFoundError, TransportError
+from gpulayer_mesh.errors import GpuLayerError, NotAllowedError, NotFoundError, TransportError
 from job_cases import exited, node, report, spec
 
 
@@ -73,6 +73,20 @@ async def test_nobody_answers_is_an_error() -> None:
     client = Asking({node(i): TransportError(f"no answer of {i}") for i in range(3)})
     with pytest.raises(TransportError, match="no answer of 2"):
         await client.record(RECORD)
+
+
+async def test_refusal_counts_more_than_the_silence_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clients, "NEXT_S", 0.01)
+    refusal = NotAllowedError("this member may not do that to this job")
+    lost = TransportError("cannot reach box-2")
+    for last in (lost, None):  # refused, and as one that is cut off: it says nothing
+        for order in ((refusal, lost, last), (lost, refusal, last)):
+            client = Asking({node(i): answer for i, answer in enumerate(order)})
+            async with asyncio.timeout(20):
+                with pytest.raises(NotAllowedError):
+                    await client.record(RECORD)
 
 
 class Streaming(MeshClient):

@@ -229,8 +229,9 @@ async def stop_and_wait(
         return record
     own = record.spec.stop_grace_s if args.grace is None else args.grace
     grace_s = 0.0 if args.kill else own
-    ui.note(f"stopping job {record.spec.id}: its ranks have {grace_s:g} s")
     record = await client.stop(record.spec.id, grace_s=args.grace, kill=args.kill)
+    if record.state not in OVER:
+        ui.note(f"stopping job {record.spec.id}: its ranks have {grace_s:g} s")
 
     async def again(further: JobRecord) -> None:  # it was about to start again
         await client.stop(further.spec.id, grace_s=args.grace, kill=args.kill)

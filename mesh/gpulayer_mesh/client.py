@@ -480,20 +480,22 @@ class MeshClient:
             while waiting or asked:
                 if waiting:
                     asked.add(asyncio.ensure_future(ask(waiting.pop(0))))
+                refused = isinstance(error, NotAllowedError)
                 done, asked = await asyncio.wait(
                     asked,
                     # A node that is cut off does not refuse, it says nothing.
-                    timeout=NEXT_S if waiting else None,
+                    timeout=NEXT_S if waiting or refused else None,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
+                if refused and not done and not waiting:
+                    break
                 for task in done:
                     found = task.exception()
                     if found is None:
                         return task.result()
                     if not isinstance(found, GpuLayerError):
                         raise found
-                    # That one does not know it says nothing of those that are silent.
-                    if error is None or not isinstance(found, NotFoundError):
+                    if error is None or _weight(found) >= _weight(error):
                         error = found
         finally:
             for task in asked:
@@ -699,6 +701,12 @@ class MeshClient:
         )
         async for data in self.dialer.stream(node, self.addresses(node), "GET", path):
             yield data
+
+
+def _weight(error: GpuLayerError) -> int:
+    """Rank what nodes answered instead: that others are silent does not undo a refusal, and that
+    one does not know a job says nothing of those that are silent."""
+    return 2 if isinstance(error, NotAllowedError) else int(not isinstance(error, NotFoundError))
 
 
 def _lost(record: JobRecord, node: NodeId) -> bool:

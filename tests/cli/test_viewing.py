@@ -362,6 +362,17 @@ async def test_job_that_starts_again_while_it_is_stopped_is_stopped_there(screen
     assert client.stopped == [FIRST.id, SECOND.id]
 
 
+async def test_refused_stop_does_not_say_that_it_stops(screen: Screen) -> None:
+    class Refusing(Attempts):
+        async def stop(self, job: str, *, grace_s: float | None, kill: bool) -> JobRecord:
+            raise NotAllowedError("this member may not do that to this job")
+
+    args = Namespace(grace=None, kill=False)
+    with pytest.raises(NotAllowedError):
+        await command.stop_and_wait(scripted(Refusing()), RUNNING, args, screen.ui)
+    assert screen.err.getvalue() == ""
+
+
 async def test_files_for_the_next_attempt_stay_unless_they_are_asked_for(
     screen: Screen, tmp_path: Path
 ) -> None:
