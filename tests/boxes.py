@@ -230,8 +230,7 @@ class Box:
                 ),
                 open_held=self.copies.open_held,
             ),
-            may_read=self.restarts.may_read,
-            stop_restart=self.restarts.stop,
+            restarts=self.restarts,
         )
 
     def _restarts(self, host: JobHost) -> Restarts:

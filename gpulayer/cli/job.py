@@ -26,7 +26,9 @@ from gpulayer.ui import Ui
 from gpulayer.views import exit_code, job_lines, jobs_json, log_json, outcome_lines, rank_nodes
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
-_END_S = 15.0  # on top of the grace time: ranks are killed, files listed, the record written
+# On top of the grace time: ranks are killed, files listed, the record written; and a machine that
+# is lost may have to be given up, after 19 s and a question.
+_END_S = 30.0
 
 
 def run(args: Namespace, ui: Ui) -> int:

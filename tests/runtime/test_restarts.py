@@ -368,6 +368,68 @@ async def test_job_that_has_ended_is_not_restarted_by_who_was_cut_off_meanwhile(
     assert not [box.name for box in (zero, one, two) if NEXT in box.host.jobs]
 
 
+WAITS = "import time; time.sleep(600)"
+STOP = {"grace_s": 0.0, "kill": False}
+
+
+async def together(mesh: Mesh, **fields: object) -> list[Box]:
+    """Start a job on box-0 and box-1 that box-2 watches."""
+    boxes = await mesh.start("box-0", "box-1", "box-2")
+    known = {"code": WAITS, "kind": JobKind.DISTRIBUTED} | fields
+    await mesh.stage(first(mesh, "box-0", "box-1", **known).spec)
+    await boxes[0].ask("laptop", "POST", "go", ORDER)
+    await eventually(lambda: boxes[0].state() is boxes[1].state() is JobState.RUNNING)
+    return boxes
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("restarts", [0, 2])
+async def test_stop_before_the_keeper_is_known_to_be_lost_is_the_end(
+    mesh: Mesh, quick: None, monkeypatch: pytest.MonkeyPatch, restarts: int
+) -> None:
+    monkeypatch.setattr(hosting, "ASK_S", 0.2)
+    zero, one, two = await together(mesh, restarts=restarts)
+    await zero.close()  # with its ranks
+    record = await one.ask("laptop", "POST", "stop", STOP)
+    assert record.state is JobState.RUNNING  # perhaps there, until its lease is over
+    await eventually(lambda: one.state() in OVER)
+    record = one.host.jobs[JOB].current_record()
+    assert (record.state, record.cause) == (JobState.CANCELLED, "stopped by laptop")
+    if restarts:
+        for box in (one, two):
+            with pytest.raises(GpuLayerError, match=f"job {JOB} has ended"):
+                box.restarts.agreements.bind(then(mesh, first(mesh, "box-0", "box-1"), "box-1"))
+    assert not [box.name for box in (one, two) if NEXT in box.host.jobs]
+
+
+@pytest.mark.timeout(120)
+async def test_keeper_that_did_not_answer_a_stop_learns_of_it(mesh: Mesh) -> None:
+    zero, one, two = await together(mesh)
+    one.unreachable = two.unreachable = {"box-0"}
+    await one.ask("laptop", "POST", "stop", STOP)
+    await eventually(lambda: zero.state() in OVER)
+    record = zero.host.jobs[JOB].current_record()
+    assert (record.state, record.cause) == (JobState.CANCELLED, "stopped by laptop")
+
+
+@pytest.mark.timeout(120)
+async def test_keeper_that_was_cut_off_from_a_stop_restarts_nothing(
+    mesh: Mesh, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosting, "ASK_S", 0.2)
+    monkeypatch.setattr(job, "HOST_LOST_S", job.HOST_LOST_S / 10)
+    zero, one, two = await together(mesh)
+    zero.unreachable = {"box-1", "box-2"}
+    one.unreachable = two.unreachable = {"box-0"}
+    await one.ask("laptop", "POST", "stop", STOP)
+    await eventually(lambda: one.state() is JobState.CANCELLED)
+    await eventually(lambda: zero.state() is JobState.RESTARTING)  # its lease is over
+    for box in (zero, one, two):
+        box.unreachable = set()
+    await eventually(lambda: zero.state() is JobState.CANCELLED)
+    assert zero.host.jobs[JOB].current_record().cause == "stopped by laptop"
+
+
 async def test_last_attempt_starts_and_none_follows_it(mesh: Mesh, quick: None) -> None:
     zero = await counting(mesh, restarts=1)
     for ident in (JOB, NEXT):

@@ -113,7 +113,8 @@ class Renewed:
 class Stop:
     grace_s: float
     kill: bool = False
-    reason: str = ""  # becomes the report's problem; "" for a stop that somebody asked for
+    reason: str = ""  # becomes the report's problem; "" for a stop by the keeper
+    by: str = ""  # who asked for it here, for the keeper does not answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +239,7 @@ class HostedJob:
         self.phase = HostPhase.RESERVED
         self.problem = ""
         self.keeper_lost = False  # our own end came because the keeper fell silent
+        self.stopped_by = ""
         self.history: deque[tuple[float, str, str, str, str]] = deque(maxlen=HISTORY)
         self._ranks = {
             rank: RankStatus(rank, RankState.WAITING)
@@ -311,7 +313,8 @@ class HostedJob:
                 if self.phase in _ALIVE:
                     self._lease = max(self._lease, min(proof, now) + KEEPER_SILENT_S)
                 return []
-            case Stop(grace_s, kill, reason):
+            case Stop(grace_s, kill, reason, by):
+                self.stopped_by = self.stopped_by or by
                 if self.phase in _BEFORE_START:
                     return self._give_up(now, event, reason or "stopped before the start")
                 return self._stop(now, event, grace_s, kill, reason)
@@ -363,7 +366,13 @@ class HostedJob:
                 status = replace(status, tail=())
             ranks.append(status)
         return HostReport(
-            self.spec.id, self.slot.node, self.phase, tuple(ranks), self.problem[:4096], now
+            self.spec.id,
+            self.slot.node,
+            self.phase,
+            tuple(ranks),
+            self.problem[:4096],
+            now,
+            self.stopped_by,
         )
 
     def check(self) -> None:

@@ -4,12 +4,12 @@ Rules. All hosts start at once and must have started every rank within START_S. 
 answer on each host is renewed every RENEW_S and is lost when unheard for HOST_LOST_S; gossip's
 opinion does not count. The first failure by cause ends the job: after a short wait for the reports
 of others, `failure.first_failure` picks, and every other host is stopped. A stop on request ends as
-cancelled. The job ends when every host that can be heard says that no process is left, at the
-latest when the deadline passes. Where others may start the job again, most voters must be known to
-hear this node (`proof`), for they do when they do not; nodes whose part is over are asked on for
-that. A failed job that may be restarted waits in RESTARTING for word of
-its next attempt, which `Restart` asks for. Reports are full snapshots that never go back:
-duplicates and late ones change nothing. No state waits for a message alone.
+cancelled, also one that a host had to carry out alone. The job ends when every host that can be
+heard says that no process is left, at the latest when the deadline passes. Where others may start
+the job again, most voters must be known to hear this node (`proof`), for they do when they do not;
+nodes whose part is over are asked on for that. A failed job that may be restarted waits in
+RESTARTING for word of its next attempt, which `Restart` asks for. Reports are full snapshots that
+never go back: duplicates and late ones change nothing. No state waits for a message alone.
 
     WAITING -> STARTING -> RUNNING -> STOPPING ---> ENDED      stage         job state
         |          |-> SETTLING <-|      ^   |        ^        WAITING       pending
@@ -418,6 +418,8 @@ class KeptJob:
                 host.answered = True
                 host.hears = max(host.hears, asked or 0.0)
                 self._merge(now, host, report)
+                if report.stopped_by and not self._cancelled:
+                    self._stop_requested(now, StopRequested(report.stopped_by))
             case ReportFailed(node, error):
                 if node in self._hosts:
                     self._hosts[node].call_until = None

@@ -150,6 +150,8 @@ class HostReport:
     ranks: Annotated[tuple[RankStatus, ...], Meta(max_length=1024)] = ()
     problem: Annotated[str, Meta(max_length=4096)] = ""  # why it could not start or go on
     at: float = 0.0  # by the node's own clock; the keeper gives it back, see `hosted`
+    # Who had it stopped at this node, while the keeper did not answer; "" if nobody.
+    stopped_by: Annotated[str, Meta(max_length=256)] = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -298,8 +298,7 @@ class Agent:
                 ),
                 open_held=self.copies.open_held,
             ),
-            may_read=self.restarts.may_read,
-            stop_restart=self.restarts.stop,
+            restarts=self.restarts,
         )
 
     # --- roster ----------------------------------------------------------------------------------

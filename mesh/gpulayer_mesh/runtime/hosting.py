@@ -323,6 +323,18 @@ class JobHost:
         one.record, one.recorded = record, time.monotonic()
         one.folder.save_record(record)
 
+    def cancelled(self, one: LiveJob, cause: str) -> None:
+        """A job of which no keeper will ever say how it ended."""
+        record = replace(
+            one.current_record(),
+            state=JobState.CANCELLED,
+            failure=None,
+            cause=cause,
+            waiting="",
+            ended_age_s=0.0,
+        )
+        self.take_record(one, record)
+
     # --- machines and their effects --------------------------------------------------------------
 
     def on_host(self, one: LiveJob, event: hosted.Event) -> None:
@@ -383,7 +395,7 @@ class JobHost:
         if one.spec.restart:
             self._drop_reservation(one)
         else:
-            self._cancelled(one, one.machine.problem)
+            self.cancelled(one, one.machine.problem)
 
     def _drop_reservation(self, one: LiveJob) -> None:
         """Forget a reservation that came to nothing: it was no job yet, lists must not fill up with
@@ -399,10 +411,14 @@ class JobHost:
                 one.folder.note_secrets()
 
     def _keeper_lost(self, one: LiveJob, why: str) -> None:
-        """Answer viewers in the keeper's place: rank 0 is gone, so the job has failed.
+        """Answer viewers in the keeper's place: rank 0 is gone, so the job has failed, unless it
+        was stopped.
 
         Should the keeper come back, its own word replaces this one.
         """
+        if one.machine.stopped_by:
+            self.cancelled(one, f"stopped by {one.machine.stopped_by}")
+            return
         name = one.spec.slots[0].name
         restarts = one.may_be_restarted
         record = replace(
@@ -668,13 +684,7 @@ class JobHost:
             self._restarting.stand_in(one)
         elif not adopted:
             placing = record.state is JobState.PLACING
-            self._cancelled(one, "not started" if placing else "agent was away")
-
-    def _cancelled(self, one: LiveJob, cause: str) -> None:
-        """A job of which no keeper will ever say how it ended."""
-        self.take_record(
-            one, replace(one.record, state=JobState.CANCELLED, cause=cause, ended_age_s=0.0)
-        )
+            self.cancelled(one, "not started" if placing else "agent was away")
 
     def _prune(self) -> None:
         """Forget what is too old, and where the disk is too full, the oldest."""

@@ -18,11 +18,13 @@ from msgspec import Meta
 from gpulayer_mesh.core import hosted, job, wire
 from gpulayer_mesh.core.copies import ranks_of
 from gpulayer_mesh.core.jobspec import (
+    OVER,
     GoOrder,
     HostPhase,
     HostReport,
     JobId,
     JobRecord,
+    JobState,
     Outputs,
 )
 from gpulayer_mesh.core.manifest import CHUNK_BYTES, check_path, open_manifest
@@ -48,6 +50,7 @@ from gpulayer_mesh.runtime.livejob import (
     slot_of,
 )
 from gpulayer_mesh.runtime.preflight import FreePorts
+from gpulayer_mesh.runtime.restarts import Restarts, stop_by
 from gpulayer_mesh.runtime.restoring import Restoring
 from gpulayer_mesh.runtime.staging import CHUNK_WAIT_S, StageOrder, Staging
 from gpulayer_mesh.runtime.transfer import read_pieces
@@ -81,8 +84,7 @@ class JobDoor:
         open_preflight: open a listener; its port and nonce.
         check_preflight: connect to other nodes' listeners.
         restoring: brings what the attempt before has made.
-        may_read: whether a member may see what a job has made: id, member, its roles.
-        stop_restart: give up the next attempt of a job whose keeper is lost; whether there was one.
+        restarts: what follows a job, or ends it where the keeper does not answer.
     """
 
     def __init__(
@@ -94,8 +96,7 @@ class JobDoor:
         open_preflight: Callable[[], Awaitable[tuple[int, bytes]]],
         check_preflight: Callable[[Any], Awaitable[Any]],
         restoring: Restoring,
-        may_read: Callable[[str, NodeId, tuple[Role, ...]], bool],
-        stop_restart: Callable[[LiveJob, str], Awaitable[bool]],
+        restarts: Restarts,
     ) -> None:
         self._host = host
         self._site = host.site
@@ -104,8 +105,7 @@ class JobDoor:
         self._open_preflight = open_preflight
         self._check_preflight = check_preflight
         self._restoring = restoring
-        self._may_read = may_read
-        self._stop_restart = stop_restart
+        self._restarts = restarts
 
     def routes(self) -> list[Route]:
         # What prepares a job needs no role of its own: a restart is started by one of its nodes.
@@ -345,20 +345,24 @@ class JobDoor:
         order = wire.decode_as(_StopOrder, wire.unpack(request.body))
         grace_s = one.spec.stop_grace_s if order.grace_s is None else order.grace_s
         by = self._site.book.members[request.peer].name
+        stop = stop_by(by, grace_s, kill=order.kill)
         if one.kept is not None:
             self._host.on_keeper(one, job.StopRequested(by, grace_s, order.kill))
             return one.current_record()
-        if await self._stop_restart(one, by):
+        begun = one.machine.phase not in BEFORE_START and one.record.state not in OVER
+        if not begun or one.keeper == self._site.node:
+            self._host.on_host(one, stop)
             return one.current_record()
-        started = one.machine.phase not in BEFORE_START and not one.ended
-        if started and one.keeper != self._site.node:
+        if one.record.state is not JobState.RESTARTING:  # else it is known to be lost
             path = f"/v1/jobs/{one.spec.id}/stop"
             try:
-                answer = await self._site.call(one.keeper, "POST", path, request.body)
+                answer = await self._site.call(
+                    one.keeper, "POST", path, request.body, deadline_s=job.CALL_S
+                )
                 return wire.decode_as(JobRecord, wire.unpack(answer, max_bytes=wire.BODY_MAX))
             except (TransportError, NotFoundError):
                 pass  # its lease would end our ranks in 19 s; whoever asked wants it now
-        self._host.on_host(one, hosted.Stop(grace_s, order.kill, f"stopped by {by}"))
+        await self._restarts.stop_alone(one.spec, stop)
         return one.current_record()
 
     # --- looking ---------------------------------------------------------------------------------
@@ -443,7 +447,7 @@ class JobDoor:
 
     def _readable(self, request: DoorRequest) -> LiveJob:
         one = self._job(request)
-        if not self._may_read(one.spec.id, request.peer, request.roles):
+        if not self._restarts.may_read(one.spec.id, request.peer, request.roles):
             raise NotAllowedError("this member may not do that to this job")
         return one
 

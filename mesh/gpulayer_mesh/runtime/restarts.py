@@ -42,7 +42,12 @@ from gpulayer_mesh.runtime.door import DoorRequest, Route
 from gpulayer_mesh.runtime.ground import RECORD_S, Means, MeshGround
 from gpulayer_mesh.runtime.hosting import JobHost
 from gpulayer_mesh.runtime.livejob import CHAIN_MAX, LiveJob, Signed, may_launch, open_signed
-from gpulayer_mesh.runtime.succession import NotRestartedError, Succession, stand_in
+from gpulayer_mesh.runtime.succession import (
+    EndedError,
+    NotRestartedError,
+    Succession,
+    stand_in,
+)
 
 log = logging.getLogger("gpulayer.restarts")
 
@@ -62,6 +67,15 @@ class _Word:
 @dataclass(frozen=True, slots=True)
 class _Drop:
     forget: bool  # the copies as well
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    """What a node that was asked to stop a job tells the others, where the keeper is silent."""
+
+    by: Annotated[str, Meta(max_length=256)]
+    grace_s: Annotated[float, Meta(ge=0, le=86400)]
+    kill: bool
 
 
 @dataclass(slots=True)
@@ -154,12 +168,19 @@ class Restarts:
 
         async def see() -> None:
             await asyncio.sleep(after_s)
-            successor = await self._succeed(
-                one.attempt,
-                _secrets(one),
-                job.RESTART_S,
-                say=lambda why: self._host.on_keeper(one, job.RestartWaits(why)),
-            )
+            try:
+                successor = await self._succeed(
+                    one.attempt,
+                    _secrets(one),
+                    job.RESTART_S,
+                    say=lambda why: self._host.on_keeper(one, job.RestartWaits(why)),
+                )
+            except EndedError:
+                by = await self._stopper(one.spec)
+                if not by:
+                    raise
+                self._host.on_keeper(one, job.StopRequested(by))
+                return
             if one.kept is not None and one.kept.state is JobState.RESTARTING:
                 self._host.on_keeper(one, job.Restarted(successor))
             else:  # stopped meanwhile
@@ -240,30 +261,40 @@ class Restarts:
 
         self._see(one.spec.id, see(), failed)
 
-    async def stop(self, one: LiveJob, by: str) -> bool:
-        """Stop seeing to the next attempt, here and where another voter does.
+    async def stop_alone(self, spec: JobSpec, stop: hosted.Stop) -> None:
+        """Stop a job whose keeper does not answer, here and wherever else it is known.
 
-        Returns whether this is such a job; then its record says what came of it.
+        Nothing follows it then, and should the keeper be back, it reads of it in a report.
         """
-        if one.current_record().state is not JobState.RESTARTING or one.kept is not None:
-            return False
-        self.give_up(one)
-        record = one.current_record()
-        self._host.take_record(
-            one,
-            replace(
-                record,
-                state=JobState.CANCELLED,
-                failure=None,
-                waiting="",
-                cause=f"stopped by {by}",
-                ended_age_s=0.0,
-            ),
+        self._stop_here(spec, stop)
+        nodes = dict.fromkeys((*(slot.node for slot in spec.slots), *spec.voters))
+        body = wire.pack(_Stop(stop.by, stop.grace_s, stop.kill))
+        others = [node for node in nodes if node != self._site.node]
+        await self._ask_all(others, f"/v1/attempts/{spec.id}/stop", body)
+
+    async def _stopper(self, spec: JobSpec) -> str:
+        """Return who had a job stopped while its keeper was cut off, "" if no voter says so."""
+        ground = self._ground(None)
+        words = await asyncio.gather(
+            *(ground.record(node, spec.id) for node in spec.voters), return_exceptions=True
         )
-        self.agreements.close(one.spec)
-        others = [node for node in one.spec.voters if node != self._site.node]
-        await self._ask_all(others, f"/v1/attempts/{one.spec.id}/stop", wire.pack({}))
-        return True
+        for word in words:
+            if isinstance(word, JobRecord) and word.state is JobState.CANCELLED:
+                return word.cause.removeprefix("stopped by ")
+        return ""
+
+    def _stop_here(self, spec: JobSpec, stop: hosted.Stop) -> None:
+        self.agreements.close(spec)
+        one = self._host.jobs.get(spec.id)
+        if one is None:
+            self._unwatch(spec.id)
+        elif one.kept is not None:
+            self._host.on_keeper(one, job.StopRequested(stop.by, stop.grace_s, stop.kill))
+        elif one.current_record().state is JobState.RESTARTING:
+            self.give_up(one)
+            self._host.cancelled(one, f"stopped by {stop.by}")
+        else:
+            self._host.on_host(one, stop)
 
     # --- rights ----------------------------------------------------------------------------------
 
@@ -284,22 +315,15 @@ class Restarts:
         )
 
     async def stop_elsewhere(self, request: DoorRequest) -> None:
-        """Another voter was asked to stop the job whose next attempt this node may see to."""
+        """Another node was asked to stop a job, and its keeper did not answer there."""
         ident = request.params["id"]
-        one, spec = self._host.jobs.get(ident), self._spec(ident)
+        spec = self._spec(ident)
         if spec is None:
             raise NotFoundError(f"no job {ident[:16]!r} on {self._site.name}")
-        if request.peer not in (*spec.voters, spec.submitter):
+        if request.peer not in (*spec.voters, *(slot.node for slot in spec.slots), spec.submitter):
             raise NotAllowedError("this member may not do that to this job")
-        if one is not None and one.kept is not None:
-            by = self._site.book.members[request.peer].name
-            self._host.on_keeper(one, job.StopRequested(by))
-            return
-        self.agreements.close(spec)
-        if one is None:
-            self._unwatch(ident)
-        elif one.current_record().state is JobState.RESTARTING:
-            self.give_up(one)
+        order = wire.decode_as(_Stop, wire.unpack(request.body))
+        self._stop_here(spec, stop_by(order.by, order.grace_s, kill=order.kill))
 
     def _spec(self, ident: str) -> JobSpec | None:
         """Return what an attempt is in which this node has a part, if only as a voter."""
@@ -520,6 +544,11 @@ class Restarts:
             *(self._site.call(node, "POST", path, body, deadline_s=RECORD_S) for node in nodes),
             return_exceptions=True,
         )
+
+
+def stop_by(by: str, grace_s: float, *, kill: bool) -> hosted.Stop:
+    """Return what ends ranks because a member asked this node for it."""
+    return hosted.Stop(grace_s, kill, f"stopped by {by}", by)
 
 
 def _secrets(one: LiveJob) -> Mapping[str, str] | None:
