@@ -8,6 +8,7 @@ import pytest
 from gpulayer_mesh.core import restoring
 from gpulayer_mesh.core.copies import HeldSlot
 from gpulayer_mesh.core.jobspec import HostAddress, OutputFile
+from gpulayer_mesh.core.ownfiles import FUNCTION_RESULT, checkpoint
 from gpulayer_mesh.core.restoring import (
     RestoreFile,
     RestoreOrder,
@@ -51,6 +52,21 @@ def test_rank_zeros_node_gets_its_files_twice() -> None:
         ("restored", "last.ckpt"),
     ]
     order.check(range(2))
+
+
+def test_what_told_how_the_attempt_before_ended_is_left_behind() -> None:
+    def out(path: str, rank: int = 0, area: str = "out") -> OutputFile:
+        return OutputFile(area, rank, path, 1, b"7" * 32)
+
+    outcomes = [FUNCTION_RESULT, ".gpulayer-result/0/result.json", ".gpulayer-result/0.stopped/w"]
+    kept = (out(checkpoint(0)), out("value"), out(FUNCTION_RESULT, area="work"))
+    zero = SlotSource(A, (*map(out, outcomes), out(FUNCTION_RESULT, rank=1), *kept))
+    (order,) = plan_restore(JOB, (zero, None), 0)
+    found = [(file.area, file.path) for file in order.files]
+    in_place = [(file.area, file.path) for file in kept]
+    assert found == [*in_place, ("restored", checkpoint(0)), ("restored", "value")]
+    (order,) = plan_restore(JOB, (zero, SlotSource(B, (out(FUNCTION_RESULT, rank=2),))), 1)
+    assert [(file.area, file.path) for file in order.files] == found[3:]
 
 
 def test_lost_files_make_an_empty_order() -> None:

@@ -42,6 +42,20 @@ out.with_suffix(".tmp").write_text(str(found + 5))
 out.with_suffix(".tmp").replace(out)
 time.sleep(600)
 """
+# Leaves a result and is killed all the same.
+LEAVES = """
+import os, time
+from pathlib import Path
+out = Path(os.environ["GPULAYER_OUT"])
+restored = Path(os.environ.get("GPULAYER_RESTORED", "nowhere"))
+found = [sorted(one.name for one in place.rglob("*") if one.is_file()) for place in (out, restored)]
+print("attempt", os.environ["GPULAYER_RESTART"], "from", *found, flush=True)
+for name in (".gpulayer-result/value", ".gpulayer-result/resume/0.json", "own"):
+    (out / name).parent.mkdir(parents=True, exist_ok=True)
+    (out / name).write_text(name)
+print("left", flush=True)
+time.sleep(600)
+"""
 
 
 @pytest.fixture
@@ -257,10 +271,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.setattr(where, name, getattr(where, name) / 10)
 
 
-async def counting(mesh: Mesh, *, secretive: bool = False, **fields: object) -> Box:
+async def counting(mesh: Mesh, *, secretive: bool = False, **fields: Any) -> Box:
     """Start a job on box-0 that box-1 and box-2 watch; it has counted once it is there."""
     zero, *_ = await mesh.start("box-0", "box-1", "box-2")
-    await mesh.stage(first(mesh, code=COUNTS, **fields).spec)
+    await mesh.stage(first(mesh, **{"code": COUNTS} | fields).spec)
     order = replace(ORDER, secrets={"TOKEN": "canary"} if secretive else {})
     await zero.ask("laptop", "POST", "go", order)
     await ran(zero, JOB)
@@ -278,8 +292,8 @@ async def killed(box: Box, ident: str) -> JobRecord:
     return one.current_record()
 
 
-async def ran(box: Box, ident: str = NEXT) -> str:
-    """Return the first line of an attempt's only rank."""
+async def ran(box: Box, ident: str = NEXT, until: str = "from") -> str:
+    """Return what an attempt's only rank has printed, once that is in it."""
 
     async def line() -> str:
         if ident not in box.host.jobs or box.host.jobs[ident].machine.phase is not (
@@ -290,7 +304,7 @@ async def ran(box: Box, ident: str = NEXT) -> str:
         return b"".join([piece async for piece in stream.pieces]).decode(errors="replace")
 
     async with asyncio.timeout(60):
-        while "from" not in (found := await line()):  # noqa: ASYNC110  its own process prints
+        while until not in (found := await line()):  # noqa: ASYNC110  its own process prints
             await asyncio.sleep(0.05)
     return found
 
@@ -338,6 +352,16 @@ async def test_keeper_whose_agent_was_started_anew_restarts_a_job_without_secret
         return
     assert record.successor == NEXT
     assert "attempt 1 from 5" in await ran(zero)
+
+
+@pytest.mark.timeout(120)
+async def test_result_of_an_attempt_that_failed_is_not_found_by_the_next(
+    mesh: Mesh, quick: None
+) -> None:
+    zero = await counting(mesh, code=LEAVES)
+    await ran(zero, JOB, until="left")
+    await killed(zero, JOB)
+    assert "attempt 1 from ['0.json', 'own'] ['0.json', 'own']" in await ran(zero)
 
 
 @pytest.mark.timeout(120)

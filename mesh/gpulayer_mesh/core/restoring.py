@@ -2,7 +2,8 @@
 
 The files of a slot come from the node that had it, where that lives, else from whoever holds the
 newest copies. Each slot gets its own in place, and every slot what rank 0 had put out, in a folder
-of its own. This module does not know folders or requests.
+of its own; nobody gets what told how the attempt before ended. This module does not know folders or
+requests.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from msgspec import Meta
 from gpulayer_mesh.core.copies import HeldSlot, key_of
 from gpulayer_mesh.core.jobspec import HostAddress, JobId, OutputFile, RelPath
 from gpulayer_mesh.core.manifest import output_problem
+from gpulayer_mesh.core.ownfiles import is_outcome
 from gpulayer_mesh.core.types import Sha256
 from gpulayer_mesh.errors import RemoteProtocolError
 
@@ -140,6 +142,8 @@ def plan_restore(
         index = sources.index(found.source)
         for file in found.files:
             if restored and (file.area, file.rank) != ("out", 0):
+                continue
+            if file.area == "out" and is_outcome(file.path):
                 continue
             area = "restored" if restored else file.area
             files.append(
