@@ -43,7 +43,13 @@ from gpulayer_mesh.errors import (
 )
 from gpulayer_mesh.runtime import ground
 from gpulayer_mesh.runtime.livejob import Signed
-from gpulayer_mesh.runtime.succession import NotRestartedError, Succession, bind, stand_in
+from gpulayer_mesh.runtime.succession import (
+    KeeperBackError,
+    NotRestartedError,
+    Succession,
+    bind,
+    stand_in,
+)
 from job_cases import JOB, ORDER, node, spec
 from mesh_cases import member, mesh
 from virtual_loop import VirtualLoop
@@ -137,7 +143,7 @@ class Box:
         self.end_agent()
         for task in list(self.shims):
             task.cancel()
-        self.gone |= set(self.parts)
+        self.gone |= {ident for ident, part in self.parts.items() if part.shim != "none"}
         self.parts.clear()
 
     def end_agent(self) -> None:
@@ -159,7 +165,6 @@ class Box:
             adopted = part.record.state not in OVER and part.shim != "none"
             if not adopted and part.record.state is JobState.PLACING:
                 del self.parts[ident]
-                self.gone.add(ident)
                 continue
             index = [slot.node for slot in spec.slots].index(self.id)
             if adopted:
@@ -280,6 +285,7 @@ class Box:
 
     def host(self, part: Part, event: hosted.Event) -> HostReport:
         now = self.world.loop.time()
+        came_to_nothing = False
         for effect in part.machine.handle(now, event):
             match effect:
                 case hosted.StartShim():
@@ -301,10 +307,14 @@ class Box:
                         self.keeper_lost(part)
                     elif part.kept is None and part.shim != "none":
                         self.spawn(self.await_word(part))
+                    elif part.kept is None and part.record.state is JobState.PLACING:
+                        came_to_nothing = True
                 case hosted.ReportToKeeper(report):
                     self.spawn(self.report(part, report))
         part.machine.check()
         self.wake(part)
+        if came_to_nothing and part.attempt.spec.restart:
+            self.parts.pop(part.attempt.spec.id, None)
         return part.machine.report(now)
 
     async def touch(self, part: Part) -> None:
@@ -493,29 +503,23 @@ class Box:
             begun = True
             return await Succession(Ground(self), attempt, seconds=left_s).run()
 
-        standing = self.spawn(
-            self.quietly(
-                stand_in(
-                    Ground(self),
-                    attempt,
-                    after_s=max(0.0, job.GONE_S - silent_s),
-                    seconds=job.RESTART_S,
-                    succeed=succeed,
-                )
-            )
-        )
+        async def see() -> bool:
+            after_s = max(0.0, job.GONE_S - silent_s)
+            try:
+                await stand_in(Ground(self), attempt, after_s=after_s, succeed=succeed)
+            except KeeperBackError:
+                return False
+            except NotRestartedError:
+                pass
+            return True
+
+        standing = self.spawn(see())
         while not standing.done():
             await asyncio.wait([standing], timeout=1.0)
             if self.heard[attempt.spec.id] != heard and not begun:
                 standing.cancel()
                 return False
-        return True
-
-    async def quietly(self, work: Coroutine[Any, Any, T]) -> T | None:
-        try:
-            return await work
-        except NotRestartedError:
-            return None
+        return standing.result()
 
     # Next attempts.
 
@@ -525,7 +529,11 @@ class Box:
     async def restart(self, part: Part, after_s: float) -> None:
         await self.sleep(after_s)
         try:
-            run = Succession(Ground(self), part.attempt, seconds=job.RESTART_S).run()
+            run = Succession(
+                Ground(self),
+                part.attempt,
+                say=lambda why: self.keep(part, job.RestartWaits(why)),
+            ).run()
             self.keep(part, job.Restarted(await run))
         except NotRestartedError as error:
             self.seeing[part.attempt.spec.id] = self.spawn(asyncio.sleep(0))
@@ -541,9 +549,10 @@ class Box:
                 Ground(self),
                 part.attempt,
                 after_s=max(0.0, part.machine.heard + job.GONE_S - self.world.loop.time()),
-                seconds=job.RESTART_S,
                 succeed=succeed,
             )
+        except KeeperBackError:
+            self.spawn(self.await_word(part))
         except NotRestartedError:
             part.record = over
         else:
@@ -604,6 +613,18 @@ class Ground:
         self.world.signed += 1
         chain = before.chain + f"/{self.world.signed}".encode()
         return Signed(after, self.node, chain, (*before.history, before.spec))
+
+    def keeper_speaks(self, attempt: Signed) -> bool:
+        """As `Restarts._keeper_speaks`."""
+        ident, now = attempt.spec.id, self.world.loop.time()
+        part = self.box.parts.get(ident)
+        if part is None:
+            watched = ident in self.box.watched
+            return watched and now - self.box.heard[ident] < hosted.KEEPER_SILENT_S
+        if part.kept is not None:
+            return part.kept.state in (JobState.STARTING, JobState.RUNNING)
+        heard_s = now - part.machine.heard
+        return part.shim != "none" and heard_s < hosted.KEEPER_SILENT_S
 
     async def answers(self, node: NodeId) -> bool:
         try:

@@ -123,28 +123,32 @@ def majority(voters: Collection[NodeId]) -> int:
 
 
 def choose_voters(
-    slots: Sequence[Slot], snapshot: Snapshot, avoid: Collection[NodeId] = ()
+    slots: Sequence[Slot],
+    snapshot: Snapshot,
+    avoid: Collection[NodeId] = (),
+    before: Sequence[NodeId] = (),
 ) -> tuple[NodeId, ...]:
     """Return the nodes of the slots, and others where these are too few to lose one.
 
     Args:
         avoid: nodes that did not answer.
+        before: voters of the attempt before. Where those that live are too few, lost ones are
+            chosen again: most come back, and the loss of one more can be survived from then on.
     """
-    voters = [slot.node for slot in slots]
-    zones = {member.zone for member in snapshot.members if member.node in voters}
-    others = sorted(
-        (
-            member
-            for member in snapshot.members
-            if member.node not in voters
-            and member.node not in avoid
-            and member.state is NodeState.ALIVE
-            and Role.WORKER in member.roles
-        ),
+    nodes = [slot.node for slot in slots]
+    workers = [
+        member
+        for member in snapshot.members
+        if Role.WORKER in member.roles and member.node not in nodes
+    ]
+    zones = {member.zone for member in snapshot.members if member.node in nodes}
+    alive = sorted(
+        (m for m in workers if m.state is NodeState.ALIVE and m.node not in avoid),
         key=lambda member: (member.zone not in zones, len(member.grants), member.name, member.node),
     )
-    voters += [member.node for member in others[: max(0, VOTERS_MIN - len(voters))]]
-    return tuple(voters)
+    lost = [node for node in before if any(member.node == node for member in workers)]
+    others = dict.fromkeys((*(member.node for member in alive), *lost))
+    return (*nodes, *list(others)[: max(0, VOTERS_MIN - len(nodes))])
 
 
 def replan(

@@ -57,6 +57,7 @@ class MeshGround:
 
     Args:
         secrets: for the ranks.
+        keeper_speaks: as the method, by an attempt's id.
     """
 
     def __init__(
@@ -65,12 +66,14 @@ class MeshGround:
         means: Means,
         agreements: Agreements,
         secrets: Mapping[str, str],
+        keeper_speaks: Callable[[str], bool],
     ) -> None:
         self._host = host
         self._site = host.site
         self._means = means
         self._agreements = agreements
         self._secrets = secrets
+        self._keeper_speaks = keeper_speaks
         self.node = host.site.node
 
     # As `starting.Caller`.
@@ -99,6 +102,9 @@ class MeshGround:
 
     def sign(self, before: Signed, change: restarts.Change) -> Signed:
         return sign_change(self._means.key, self._site.book.mesh, self.node, before, change)
+
+    def keeper_speaks(self, attempt: Signed) -> bool:
+        return self._keeper_speaks(attempt.spec.id)
 
     async def answers(self, node: NodeId) -> bool:
         try:

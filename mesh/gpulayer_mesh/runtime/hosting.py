@@ -361,7 +361,7 @@ class JobHost:
                     elif one.kept is None and any(
                         rank.state is RankState.EXITED for rank in one.report().ranks
                     ):
-                        self._background.spawn(self._await_word(one))
+                        self.await_word(one)
                     elif one.kept is None and one.record.state is JobState.PLACING:
                         self._came_to_nothing(one)
                 case hosted.ReportToKeeper(report):
@@ -431,6 +431,10 @@ class JobHost:
         self.take_record(one, record)
         if restarts:
             self._restarting.stand_in(one)
+
+    def await_word(self, one: LiveJob) -> None:
+        """Ask the keeper of a job that is over here how it ended; it is not lost after all."""
+        self._background.spawn(self._await_word(one))
 
     async def _await_word(self, one: LiveJob) -> None:
         """Ask the keeper how the job ended, which asks nothing more of a part that is over.

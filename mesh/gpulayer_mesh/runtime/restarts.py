@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from gpulayer_mesh.core.jobspec import (
     JobRecord,
     JobSpec,
     JobState,
+    RankState,
 )
 from gpulayer_mesh.core.types import NodeId, Role
 from gpulayer_mesh.errors import (
@@ -43,7 +45,9 @@ from gpulayer_mesh.runtime.ground import RECORD_S, Means, MeshGround
 from gpulayer_mesh.runtime.hosting import JobHost
 from gpulayer_mesh.runtime.livejob import CHAIN_MAX, LiveJob, Signed, may_launch, open_signed
 from gpulayer_mesh.runtime.succession import (
+    WAIT_S,
     EndedError,
+    KeeperBackError,
     NotRestartedError,
     Succession,
     stand_in,
@@ -172,7 +176,6 @@ class Restarts:
                 successor = await self._succeed(
                     one.attempt,
                     _secrets(one),
-                    job.RESTART_S,
                     say=lambda why: self._host.on_keeper(one, job.RestartWaits(why)),
                 )
             except EndedError:
@@ -235,13 +238,19 @@ class Restarts:
         """See to the next attempt of a job whose keeper fell silent."""
 
         async def see() -> None:
-            found = await stand_in(
-                self._ground(_secrets(one)),
-                one.attempt,
-                after_s=max(0.0, one.machine.heard + job.GONE_S - one.clock()),
-                seconds=job.RESTART_S,
-                succeed=lambda left_s: self._succeed(one.attempt, _secrets(one), left_s, say=waits),
-            )
+            try:
+                found = await stand_in(
+                    self._ground(_secrets(one)),
+                    one.attempt,
+                    after_s=max(0.0, one.machine.heard + job.GONE_S - one.clock()),
+                    succeed=lambda left_s: self._succeed(
+                        one.attempt, _secrets(one), seconds=left_s, say=waits
+                    ),
+                )
+            except KeeperBackError:
+                waits("")
+                self._host.await_word(one)
+                return
             over = replace(one.current_record(), state=JobState.FAILED, ended_age_s=0.0, waiting="")
             if isinstance(found, str):
                 self._host.take_record(one, replace(over, successor=found))
@@ -249,7 +258,8 @@ class Restarts:
                 self._host.take_record(one, found)
 
         def waits(why: str) -> None:
-            self._host.take_record(one, replace(one.current_record(), waiting=why[:512]))
+            if one.record.waiting != why[:512]:
+                self._host.take_record(one, replace(one.current_record(), waiting=why[:512]))
 
         def failed(why: str) -> None:
             record = replace(one.current_record(), waiting="")
@@ -428,14 +438,13 @@ class Restarts:
 
         async def succeed(left_s: float) -> str:
             watch.succeeding = True
-            return await self._succeed(watch.attempt, secrets, left_s)
+            return await self._succeed(watch.attempt, secrets, seconds=left_s)
 
         standing = self._background.spawn(
             stand_in(
                 self._ground(secrets),
                 watch.attempt,
                 after_s=waits,
-                seconds=job.RESTART_S,
                 succeed=succeed,
             )
         )
@@ -445,6 +454,9 @@ class Restarts:
                 if self.agreements.heard_at(spec.id) != heard and not watch.succeeding:
                     return True
             found = standing.result()
+        except KeeperBackError:
+            watch.succeeding = False
+            return True
         except GpuLayerError as error:
             log.warning("job %s, which fell silent, is not restarted: %s", spec.id, error)
         else:
@@ -508,7 +520,8 @@ class Restarts:
         self,
         ran: Signed,
         secrets: Mapping[str, str] | None,
-        seconds: float,
+        *,
+        seconds: float = WAIT_S,
         say: Callable[[str], None] = lambda why: None,
     ) -> str:
         if ran.spec.submitter not in self._site.book:
@@ -521,7 +534,21 @@ class Restarts:
         return await Succession(self._ground(secrets), ran, seconds=seconds, say=say).run()
 
     def _ground(self, secrets: Mapping[str, str] | None) -> MeshGround:
-        return MeshGround(self._host, self._means, self.agreements, secrets or {})
+        return MeshGround(
+            self._host, self._means, self.agreements, secrets or {}, self._keeper_speaks
+        )
+
+    def _keeper_speaks(self, ident: str) -> bool:
+        """Return whether an attempt is known to run: it is kept here, or its keeper was heard."""
+        one = self._host.jobs.get(ident)
+        if one is None:
+            heard = self.agreements.heard_at(ident) if ident in self._watches else -math.inf
+            return time.monotonic() - heard < hosted.KEEPER_SILENT_S
+        if one.kept is not None:
+            return one.kept.state in (JobState.STARTING, JobState.RUNNING)
+        # An attempt that is only prepared has an author, whose word does not mean that it runs.
+        ran = any(rank.state is not RankState.WAITING for rank in one.report().ranks)
+        return ran and one.clock() - one.machine.heard < hosted.KEEPER_SILENT_S
 
     def _part(self, attempt: str) -> HostPhase | None:
         one = self._host.jobs.get(attempt)

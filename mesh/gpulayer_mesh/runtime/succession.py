@@ -28,16 +28,19 @@ from typing import Any, Generic, Protocol, TypeVar
 from gpulayer_mesh.core import restarts
 from gpulayer_mesh.core.job import GONE_S
 from gpulayer_mesh.core.jobspec import OVER, HostPhase, JobRecord, JobState
-from gpulayer_mesh.core.types import NodeId, Snapshot
+from gpulayer_mesh.core.types import NodeId, NodeState, Snapshot
 from gpulayer_mesh.errors import GpuLayerError, NotAllowedError, NotFoundError
 from gpulayer_mesh.runtime.livejob import Signed
 
 log = logging.getLogger("gpulayer.restarts")
 
+T = TypeVar("T")
 Order = TypeVar("Order")
 
-FREE_S = 240.0  # for a free node; a machine that starts again takes a minute or three
+WAIT_S = 86400.0  # for a free node, or for voters: a machine may come back the next morning
 RETRY_S = 1.0
+RETRY_MAX_S = 5.0  # once that took long
+STUCK_S = 60.0  # for the nodes of a proposal, which cannot be changed any more
 OTHERS_S = 0.5  # for voters that are slower than most
 ASK_S = 2.0  # for the word of those who may see to it before us
 TICK_S = 20.0
@@ -54,6 +57,13 @@ class EndedError(NotRestartedError):
 
     def __init__(self) -> None:
         super().__init__("it has ended already")
+
+
+class KeeperBackError(NotRestartedError):
+    """The attempt before runs on: its keeper, which was silent, is heard again."""
+
+    def __init__(self) -> None:
+        super().__init__("it runs on: its first machine is back")
 
 
 class _Seen(StrEnum):
@@ -96,19 +106,37 @@ def bind(
     return known or attempt
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Votes:
     """What the voters of an attempt are bound to."""
 
     votes: Counter[bytes]  # chain -> voters bound to it
     chains: dict[bytes, Signed]
+    answered: int
+    of: int  # all voters
+    problems: list[str]
 
-    def decided(self, before: Signed) -> Signed | None:
+    @property
+    def decided(self) -> Signed | None:
         """Return the attempt that most are bound to."""
         for chain, votes in self.votes.items():
-            if votes >= restarts.majority(before.spec.voters):
+            if votes >= self.majority:
                 return self.chains[chain]
         return None
+
+    @property
+    def split(self) -> bool:
+        """Return whether nothing can be decided any more."""
+        free = self.of - self.votes.total()
+        return max(self.votes.values(), default=0) + free < self.majority
+
+    @property
+    def majority(self) -> int:
+        return self.of // 2 + 1
+
+    def missing(self, count: int) -> str:
+        why = f" ({self.problems[0][:200]})" if self.problems else ""
+        return f"{count} more of its {self.of} voters would have to agree{why}"
 
 
 class Ground(Protocol[Order]):
@@ -120,6 +148,9 @@ class Ground(Protocol[Order]):
         """Return what this node believes of the mesh."""
 
     def sign(self, before: Signed, change: restarts.Change) -> Signed: ...
+
+    def keeper_speaks(self, attempt: Signed) -> bool:
+        """Return whether this node knows that an attempt runs."""
 
     async def answers(self, node: NodeId) -> bool:
         """Return whether a node can be reached."""
@@ -177,7 +208,7 @@ class Succession(Generic[Order]):
         ground: Ground[Order],
         ran: Signed,
         *,
-        seconds: float,
+        seconds: float = WAIT_S,
         say: Callable[[str], None] = lambda why: None,
     ) -> None:
         self._ground = ground
@@ -192,11 +223,17 @@ class Succession(Generic[Order]):
         """Start the next attempt, or find that another node has; return its id.
 
         Raises:
+            KeeperBackError: there is no need to.
             NotRestartedError: says why.
         """
         before = self._ran
         while before.spec.restart < before.spec.restarts:
-            decided = await self._decide(before)
+            try:
+                decided = await self._decide(before)
+            except KeeperBackError:
+                if before is self._ran:
+                    raise
+                return before.spec.id
             if await self._runs(decided):
                 return decided.spec.id
             log.warning("job %s did not start: %s", decided.spec.id, self._problem)
@@ -206,51 +243,80 @@ class Succession(Generic[Order]):
 
     async def _decide(self, before: Signed) -> Signed:
         """Come to an attempt that most voters agreed to; ours is started, or has failed to."""
-        until = min(self._until, self._loop.time() + FREE_S)
         avoid: set[NodeId] = set()
         mine: Signed | None = None  # once it was proposed, there is no other
+        had = 0.0  # when its nodes were
+        pause_s = RETRY_S
         while True:
-            found = (await self._votes(before, None)).decided(before)
+            known = await self._votes(before, None)
+            found = known.decided
             if found is not None and (mine is None or found.chain != mine.chain):
                 return found  # another's
+            if known.split:
+                raise NotRestartedError("its voters agreed to different attempts")
             try:
+                if found is None:
+                    self._may_propose(before, known)
                 plan = mine or self._plan(before, avoid)
-                if mine is None and (silent := await self._silent(plan)):
+                if mine is None and (silent := await self._silent(plan, avoid)):
                     avoid |= silent
                     continue
                 await self._ground.reserve(plan)
-                mine = plan
-                try:
-                    decided = (await self._votes(before, mine)).decided(before)
-                except asyncio.CancelledError:
-                    await asyncio.shield(self._ground.release(mine))
-                    raise
-                if decided is not None and decided.chain == mine.chain:
-                    await self._start(mine)
-                    return mine
-                await self._ground.release(mine)
-                if decided is not None:
+                mine, had = plan, self._loop.time()
+                if (decided := await self._propose(before, mine)) is not None:
                     return decided
+            except NotRestartedError:
+                raise
             except GpuLayerError as error:  # a node may come back, or get free
                 self._problem = error.message
                 avoid.clear()
                 if found is not None:
                     return found  # ours, which is decided and cannot be had any more
-            if self._loop.time() >= until:
+                stuck = mine is not None and self._loop.time() - had >= STUCK_S
+                # Once it is decided, the next number can do without the node that is missing.
+                if stuck and (decided := (await self._votes(before, mine)).decided) is not None:
+                    return decided
+            if self._loop.time() >= self._until:
                 raise NotRestartedError(self._problem)
             self._say(self._problem)
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(RETRY_MAX_S, pause_s * 1.1)
+
+    def _may_propose(self, before: Signed, known: _Votes) -> None:
+        """Raise unless it can come to anything: what is reserved, others cannot have."""
+        if self._ground.keeper_speaks(before):
+            raise KeeperBackError()
+        if known.answered < known.majority:
+            raise GpuLayerError(known.missing(known.majority - known.answered))
+
+    async def _propose(self, before: Signed, mine: Signed) -> Signed | None:
+        """Have a reserved attempt agreed to and start it; return what is decided."""
+        try:
+            votes = await self._votes(before, mine)
+        except (asyncio.CancelledError, NotRestartedError):
+            await asyncio.shield(self._ground.release(mine))
+            raise
+        decided = votes.decided
+        if decided is not None and decided.chain == mine.chain:
+            await self._start(mine)
+            return mine
+        self._problem = votes.missing(votes.majority - votes.votes[mine.chain])
+        await self._ground.release(mine)
+        return decided
 
     def _plan(self, before: Signed, avoid: Collection[NodeId]) -> Signed:
         snapshot = self._ground.snapshot()
         slots = restarts.replan(before.spec, snapshot, avoid)
-        voters = restarts.choose_voters(slots, snapshot, avoid)
+        voters = restarts.choose_voters(slots, snapshot, avoid, before.spec.voters)
         self._tries += 1
         change = restarts.Change(before.spec.restart + 1, slots, voters, self._tries)
         return self._ground.sign(before, change)
 
-    async def _silent(self, plan: Signed) -> set[NodeId]:
-        nodes = plan.spec.voters
+    async def _silent(self, plan: Signed, known: Collection[NodeId]) -> set[NodeId]:
+        """Return who does not answer of those that are needed, besides the known ones."""
+        alive = {m.node for m in self._ground.snapshot().members if m.state is NodeState.ALIVE}
+        slots = [slot.node for slot in plan.spec.slots]
+        nodes = [n for n in plan.spec.voters if n not in known and (n in slots or n in alive)]
         answers = await asyncio.gather(*map(self._ground.answers, nodes))
         return {node for node, answer in zip(nodes, answers, strict=True) if not answer}
 
@@ -262,50 +328,44 @@ class Succession(Generic[Order]):
         Raises:
             EndedError: none is decided, and one of them knows that the job has ended.
         """
-        problems: list[str] = []
-        ended: list[EndedError] = []
+        voters = before.spec.voters
+        votes = _Votes(Counter(), {}, 0, len(voters), [])
         ident = restarts.attempt_id(restarts.origin_of(before.spec), before.spec.restart + 1)
 
         async def ask(node: NodeId) -> Signed | None:
-            try:
-                if mine is None:
-                    return await self._ground.bound(node, ident)
-                return await self._ground.agree(node, mine)
-            except EndedError as error:
-                ended.append(error)
-                return None
-            except GpuLayerError as error:
-                problems.append(error.message)
-                return None
+            if mine is None:
+                return await self._ground.bound(node, ident)
+            return await self._ground.agree(node, mine)
 
-        voters, most = before.spec.voters, restarts.majority(before.spec.voters)
-        found: dict[bytes, Signed] = {}
-        votes: Counter[bytes] = Counter()
-        asking = {asyncio.ensure_future(ask(node)) for node in voters}
+        def count(answer: asyncio.Task[Signed | None]) -> EndedError | None:
+            try:
+                bound = answer.result()
+            except EndedError as error:
+                return error
+            except GpuLayerError as error:
+                votes.problems.append(error.message)
+                return None
+            votes.answered += 1
+            if bound is not None:
+                votes.chains[bound.chain] = bound
+                votes.votes[bound.chain] += 1
+            return None
+
+        ended: list[EndedError] = []
+        asking = [asyncio.ensure_future(ask(node)) for node in voters]
         try:
-            while asking:
-                most_did = len(voters) - len(asking) >= most
-                done, asking = await asyncio.wait(
-                    asking,
-                    timeout=OTHERS_S if most_did else None,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                for answer in (task.result() for task in done):
-                    if answer is not None:
-                        found[answer.chain] = answer
-                        votes[answer.chain] += 1
-                if not done or max(votes.values(), default=0) >= most:
+            while asking and votes.decided is None:
+                most_did = len(voters) - len(asking) >= votes.majority
+                done, asking = await _next(asking, OTHERS_S if most_did else None)
+                ended += [error for error in map(count, done) if error is not None]
+                if not done:
                     break
         finally:
             for task in asking:
                 task.cancel()
-        if ended and max(votes.values(), default=0) < most:
+        if ended and votes.decided is None:
             raise ended[0]
-        if mine is not None:
-            missing = most - votes[mine.chain]
-            why = f" ({problems[0][:200]})" if problems else ""
-            self._problem = f"{missing} more of its {len(voters)} voters would have to agree{why}"
-        return _Votes(votes, found)
+        return votes
 
     async def _start(self, mine: Signed) -> None:
         ticking = asyncio.create_task(self._tick())
@@ -327,17 +387,24 @@ class Succession(Generic[Order]):
             self._say("its files are being brought to its machines")
 
     async def _is_held(self, mine: Signed) -> bool:
-        """Have the witnesses count it as running; gives the nodes back if too few can be asked."""
+        """Have enough witnesses count it as running; gives the nodes back if too few do."""
         spec = mine.spec
+        if spec.restart == spec.restarts:  # nothing follows the last
+            return True
+        held = len(spec.slots)
+        asking = [asyncio.ensure_future(self._held(n, mine)) for n in restarts.witnesses(spec)]
         try:
-            watching = restarts.witnesses(spec)
-            holding = await asyncio.gather(*(self._held(node, mine) for node in watching))
-            enough = len(spec.slots) + sum(holding) >= restarts.majority(spec.voters)
-            if enough or spec.restart == spec.restarts:  # nothing follows the last
-                return True
+            while asking and held < restarts.majority(spec.voters):
+                done, asking = await _next(asking, None)
+                held += sum(task.result() for task in done)
         except asyncio.CancelledError:
             await asyncio.shield(self._ground.release(mine))
             raise
+        finally:
+            for task in asking:
+                task.cancel()
+        if held >= restarts.majority(spec.voters):
+            return True
         await self._ground.release(mine)
         return False
 
@@ -361,6 +428,7 @@ class Succession(Generic[Order]):
                 return False
             if seen[0] is _Seen.COMING:  # large files take their time; its lease tells of an end
                 until = self._loop.time() + SHOW_S
+            self._say(f"job {attempt.spec.id} is about to start")
             await asyncio.sleep(RETRY_S)
 
     async def _seen(self, node: NodeId, job: str) -> _Seen:
@@ -375,12 +443,20 @@ class Succession(Generic[Order]):
         return _Seen.NOTHING if record.state is JobState.CANCELLED else _Seen.COMING
 
 
+async def _next(
+    tasks: list[asyncio.Task[T]], timeout_s: float | None
+) -> tuple[list[asyncio.Task[T]], list[asyncio.Task[T]]]:
+    """Wait for some of these; return those done and the others, in their order."""
+    done, _ = await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    return [task for task in tasks if task in done], [task for task in tasks if task not in done]
+
+
 async def stand_in(
     ground: Ground[Any],
     ran: Signed,
     *,
     after_s: float,
-    seconds: float,
+    seconds: float = WAIT_S,
     succeed: Callable[[float], Awaitable[str]],
 ) -> JobRecord | str:
     """See to the next attempt in the keeper's place, unless a voter before this one does.
@@ -393,6 +469,7 @@ async def stand_in(
         The next attempt's id, or the final record that another voter has.
 
     Raises:
+        KeeperBackError: none is needed.
         NotRestartedError: there will be none.
     """
     loop = asyncio.get_running_loop()
