@@ -88,6 +88,18 @@ def test_voters_are_at_least_three_where_there_are() -> None:
     assert [majority(range(count)) for count in (1, 2, 3, 4, 5)] == [1, 2, 2, 3, 3]  # type: ignore[arg-type]
 
 
+def test_lost_voters_are_voters_again_where_others_are_too_few() -> None:
+    here, lost, left = member("a"), member("b", state=NodeState.DEAD), member("gone")
+    before = (lost.node, here.node, left.node)
+    slots = (Slot(here.node, "a", 1),)
+    assert choose_voters(slots, mesh(here, lost), before=before) == (here.node, lost.node)
+    other, third = member("c"), member("d")
+    many = mesh(here, lost, other, third)
+    assert choose_voters(slots, many, before=before) == (here.node, other.node, third.node)
+    few = mesh(here, lost, other)
+    assert choose_voters(slots, few, before=before) == (here.node, other.node, lost.node)
+
+
 def test_only_living_workers_of_the_zone_first_are_voters() -> None:
     boxes = [
         member("a", zone="lab"),

@@ -392,6 +392,56 @@ async def test_job_that_has_ended_is_not_restarted_by_who_was_cut_off_meanwhile(
     assert not [box.name for box in (zero, one, two) if NEXT in box.host.jobs]
 
 
+@pytest.mark.timeout(120)
+async def test_second_loss_is_survived_once_the_machine_lost_first_is_back(
+    mesh: Mesh, quick: None
+) -> None:
+    zero = await counting(mesh, restarts=3)
+    await zero.close()
+    boxes = [mesh.boxes[mesh.node(name)] for name in ("box-1", "box-2")]
+    await eventually(lambda: any(NEXT in box.host.jobs for box in boxes))
+    there = next(box for box in boxes if NEXT in box.host.jobs)
+    await ran(there)
+    zero = Box(mesh, "box-0")
+    await zero.start()
+    await eventually(lambda: NEXT in zero.restarts._watches)  # it is told, as a voter
+    await there.close()
+    boxes = [zero, *(box for box in boxes if box is not there)]
+    later = restarts.attempt_id(JOB, 2)
+    await eventually(lambda: any(later in box.host.jobs for box in boxes))
+    last = next(box for box in boxes if later in box.host.jobs)
+    assert "attempt 2" in await ran(last, later)
+
+
+@pytest.mark.timeout(120)
+async def test_witness_that_was_cut_off_listens_again_when_the_keeper_is_back(
+    mesh: Mesh, quick: None
+) -> None:
+    zero = await counting(mesh)
+    one, two = (mesh.boxes[mesh.node(name)] for name in ("box-1", "box-2"))
+    zero.unreachable = two.unreachable = {"box-1"}
+    one.unreachable = {"box-0", "box-2"}
+    await eventually(lambda: one.restarts._watches[JOB].succeeding)
+    assert zero.state() is JobState.RUNNING  # box-2 hears it
+    for box in (zero, one, two):
+        box.unreachable = set()
+    await eventually(lambda: not one.restarts._watches[JOB].succeeding)
+    assert zero.state() is JobState.RUNNING
+    await zero.close()
+    await eventually(lambda: NEXT in one.host.jobs or NEXT in two.host.jobs)
+
+
+async def test_voters_that_agreed_to_different_attempts_end_the_job(mesh: Mesh) -> None:
+    voters = ("box-0", "box-1", "box-2", "other")
+    boxes = await mesh.start(*voters)
+    before = first(mesh, voters=voters)
+    mine, others = (then(mesh, before, by, "box-1") for by in ("box-1", "box-2"))
+    for box, attempt in zip(boxes, (mine, mine, others, others), strict=True):
+        box.restarts.agreements.bind(attempt)
+    with pytest.raises(succession.NotRestartedError, match="agreed to different attempts"):
+        await boxes[1].restarts._succeed(before, {})
+
+
 WAITS = "import time; time.sleep(600)"
 STOP = {"grace_s": 0.0, "kill": False}
 
