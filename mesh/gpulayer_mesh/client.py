@@ -30,7 +30,7 @@ from gpulayer_mesh.core.jobspec import (
 )
 from gpulayer_mesh.core.logrecord import LogRecord, RecordParser
 from gpulayer_mesh.core.restarts import attempt_id, has_begun, may_follow, origin_of
-from gpulayer_mesh.core.tickets import Standing, Ticket, positions
+from gpulayer_mesh.core.tickets import RESTART, Standing, Ticket, positions
 from gpulayer_mesh.core.types import Address, Addresses, NodeId, Snapshot
 from gpulayer_mesh.errors import (
     ConfigError,
@@ -309,6 +309,8 @@ class MeshClient:
         found: dict[str, Queued] = {}
         for node, queue in queues.items():
             for ticket in queue:
+                if ticket.number == RESTART:  # its job's record tells of it
+                    continue
                 before = found.get(ticket.job)
                 where = (*before.nodes, node) if before is not None else (node,)
                 found[ticket.job] = Queued(ticket, places[ticket.job], where)

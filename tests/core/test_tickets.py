@@ -10,6 +10,7 @@ from gpulayer_mesh.core import tickets
 from gpulayer_mesh.core.jobspec import JOB_ID_ALPHABET, JOB_ID_CHARS
 from gpulayer_mesh.core.tickets import (
     NUMBER_MAX,
+    RESTART,
     TICKET_S,
     TICKETS_MAX,
     TICKETS_PER_MEMBER,
@@ -31,6 +32,21 @@ def job(index: int) -> str:
 def ticket(number: int, index: int | None = None, submitter: str = LAPTOP) -> Ticket:
     who = "laptop" if submitter == LAPTOP else "laptop-2"
     return Ticket(number, job(number if index is None else index), submitter, who, "x", "1 node")
+
+
+def test_next_attempt_goes_before_all_that_wait() -> None:
+    queue = Tickets("box-1")
+    queue.take(0.0, ticket(1))
+    with pytest.raises(PlacementBusyError, match=f"kept for job {job(1)} from laptop, which came"):
+        queue.admit(0.0, job(9), LAPTOP)
+    queue.admit(0.0, job(9), LAPTOP, number=RESTART)
+    queue.take(0.0, replace(ticket(RESTART, 5), why="job x, which is being restarted"))
+    with pytest.raises(PlacementBusyError, match="box-1 kept for job x, which is being restarted"):
+        queue.admit(0.0, job(1), LAPTOP)
+    with pytest.raises(PlacementBusyError, match="kept for job x"):  # of two, one must be first
+        queue.admit(0.0, job(9), LAPTOP, number=RESTART)
+    queue.admit(0.0, job(4), LAPTOP, number=RESTART)
+    queue.admit(0.0, job(5), LAPTOP, number=RESTART)
 
 
 def ahead(standing: Standing) -> list[str]:

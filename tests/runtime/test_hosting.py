@@ -308,7 +308,7 @@ async def test_ticket_carries_the_name_that_the_roster_has(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"number": 0}, {"number": 2**60}, {"job": "x"}, {"why": "x" * 257}, {"name": 1}]
+    "wrong", [{"number": -1}, {"number": 2**60}, {"job": "x"}, {"why": "x" * 257}, {"name": 1}]
 )
 async def test_malformed_ticket_is_refused(mesh: Mesh, wrong: dict[str, object]) -> None:
     (box,) = await mesh.start("box-0")

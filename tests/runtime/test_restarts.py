@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from gpulayer_mesh.core.types import NodeId
 from gpulayer_mesh.errors import (
     GpuLayerError,
     NotAllowedError,
+    PlacementBusyError,
     RemoteProtocolError,
     TransportError,
 )
@@ -390,6 +392,71 @@ async def test_job_that_has_ended_is_not_restarted_by_who_was_cut_off_meanwhile(
     cut = False
     await eventually(lambda: one.state() is JobState.SUCCEEDED)
     assert not [box.name for box in (zero, one, two) if NEXT in box.host.jobs]
+
+
+KEPT = f"kept for job {JOB} from laptop, which is being restarted"
+
+
+async def asks(mesh: Mesh, box: Box) -> None:
+    """Another job asks for a machine."""
+    spec = mesh.spec(box.name, id="abcdefghjk")
+    await box.ask("laptop", "POST", "/v1/jobs/abcdefghjk/reserve", {"spec": mesh.sign(spec)})
+
+
+@pytest.mark.timeout(120)
+async def test_nobody_gets_what_a_failed_attempt_had_before_the_next(mesh: Mesh) -> None:
+    zero = await counting(mesh)
+    zero.unreachable = {"box-1", "box-2"}  # so that it lacks votes
+    pid = zero.host.jobs[JOB].report().ranks[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    await eventually(lambda: zero.host.jobs[JOB].ended)
+    with pytest.raises(PlacementBusyError, match=KEPT):
+        await asks(mesh, zero)
+    zero.unreachable = set()
+    await ran(zero)
+    assert zero.host.tickets.all(time.monotonic()) == ()
+
+
+@pytest.mark.timeout(120)
+async def test_next_attempt_that_waits_for_a_machine_goes_before_the_queue(
+    mesh: Mesh, quick: None
+) -> None:
+    zero, one, two = await mesh.start("box-0", "box-1", "box-2", cpus=1)
+    await mesh.stage(first(mesh, code=COUNTS).spec)
+    await zero.ask("laptop", "POST", "go", ORDER)
+    await ran(zero, JOB)
+    await eventually(lambda: JOB in one.restarts._watches and JOB in two.restarts._watches)
+    for box in (one, two):
+        await asks(mesh, box)
+    await zero.close()
+    await eventually(lambda: all(box.host.tickets.all(time.monotonic()) for box in (one, two)))
+    await one.ask("laptop", "POST", "/v1/jobs/abcdefghjk/release")
+    with pytest.raises(PlacementBusyError, match=KEPT):
+        await asks(mesh, one)
+    assert "attempt 1" in await ran(one)
+    await eventually(lambda: not two.host.tickets.all(time.monotonic()))
+
+
+async def test_only_voters_keep_a_machine_for_the_next_attempt(mesh: Mesh) -> None:
+    (box,) = await mesh.start("box-1")
+    before = first(mesh)
+    path = f"/v1/attempts/{NEXT}/stand"
+    body = {"spec": before.chain, "stands": True}
+    for who, where in (("laptop", path), ("other", path), ("box-2", f"/v1/attempts/{JOB}/stand")):
+        with pytest.raises(NotAllowedError):
+            await box.ask(who, "POST", where, body)
+    await box.ask("box-2", "POST", path, body)
+    with pytest.raises(PlacementBusyError, match=KEPT):
+        await asks(mesh, box)
+    ticket = restarts.place_of_next(before.spec)
+    with pytest.raises(NotAllowedError, match="no place before all others"):
+        await box.ask("laptop", "POST", f"/v1/tickets/{NEXT}", ticket)
+    await box.ask("box-2", "POST", path, body | {"stands": False})
+    await asks(mesh, box)
+    box.restarts.agreements.close(before.spec)
+    await box.ask("box-2", "POST", path, body)
+    assert box.host.tickets.all(time.monotonic()) == ()
 
 
 @pytest.mark.timeout(120)

@@ -614,6 +614,11 @@ class Ground:
         chain = before.chain + f"/{self.world.signed}".encode()
         return Signed(after, self.node, chain, (*before.history, before.spec))
 
+    async def stand(self, before: Signed) -> None:
+        """Nobody else wants the machines."""
+
+    async def leave(self) -> None: ...
+
     def keeper_speaks(self, attempt: Signed) -> bool:
         """As `Restarts._keeper_speaks`."""
         ident, now = attempt.spec.id, self.world.loop.time()

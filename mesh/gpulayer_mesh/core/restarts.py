@@ -32,6 +32,7 @@ from gpulayer_mesh.core.jobspec import (
     JobState,
     Slot,
 )
+from gpulayer_mesh.core.tickets import RESTART, Ticket
 from gpulayer_mesh.core.types import NodeId, NodeState, Role, Snapshot
 from gpulayer_mesh.errors import PlacementError, RemoteProtocolError
 
@@ -151,6 +152,28 @@ def choose_voters(
     return (*nodes, *list(others)[: max(0, VOTERS_MIN - len(nodes))])
 
 
+def place_of_next(previous: JobSpec) -> Ticket:
+    """Return the ticket of the attempt after one: what its nodes have is not for others yet."""
+    origin = origin_of(previous)
+    return Ticket(
+        number=RESTART,
+        job=attempt_id(origin, previous.restart + 1),
+        submitter=previous.submitter,
+        submitter_name=previous.submitter_name,
+        name=previous.name,
+        needs=placement.needs(placement.Request(nodes=len(previous.slots))),
+        why=f"job {origin} from {previous.submitter_name}, which is being restarted",
+    )
+
+
+def candidates(previous: JobSpec, snapshot: Snapshot) -> tuple[NodeId, ...]:
+    """Return all nodes that could take part in the next attempt, busy ones included."""
+    found: dict[NodeId, None] = {}
+    for slot in previous.slots:
+        found |= dict.fromkeys(placement.candidates(_request(previous, slot), snapshot))
+    return tuple(found)
+
+
 def replan(
     previous: JobSpec, snapshot: Snapshot, avoid: Collection[NodeId] = ()
 ) -> tuple[Slot, ...]:
@@ -191,14 +214,17 @@ def snapshot_has(snapshot: Snapshot, node: NodeId) -> bool:
 def _place(
     spec: JobSpec, slot: Slot, target: tuple[str, ...], snapshot: Snapshot
 ) -> tuple[Slot, ...]:
-    request = placement.Request(
+    return placement.plan(_request(spec, slot, target), snapshot).slots
+
+
+def _request(spec: JobSpec, slot: Slot, target: tuple[str, ...] = ()) -> placement.Request:
+    return placement.Request(
         nodes=1,
         devices=slot.processes,
         accelerator=spec.accelerator,
-        target=target or "auto",
+        target=target or spec.target or "auto",
         torch=spec.kind is JobKind.DISTRIBUTED,
     )
-    return placement.plan(request, snapshot).slots
 
 
 def _differing(snapshot: Snapshot, staying: Collection[NodeId]) -> set[NodeId]:

@@ -8,6 +8,9 @@ ticket of all is first wherever it stands, so something can always go on. A laun
 another has registered gets a higher number and goes later; two that ask at once may get one
 number, and their job ids decide.
 
+A job that failed and is to be restarted had its turn: its next attempt goes before everything that
+waits, with a ticket of its own number that the nodes give it themselves.
+
 A ticket stands for TICKET_S after its launcher renewed it last. One that was dropped or stopped is
 remembered for as long, so that a late copy of a renewal cannot bring it back.
 
@@ -31,6 +34,7 @@ from gpulayer_mesh.errors import PlacementBusyError, Refusal, RemoteProtocolErro
 TICKET_S = 30.0  # as long as a reservation's lease: one bound for all that a dead launcher holds
 TICKETS_MAX = 256  # of one node; bounds an answer with all of them to 256 KiB
 TICKETS_PER_MEMBER = 64  # so that one launcher's loop leaves room for the others
+RESTART = 0  # the number of next attempts
 NUMBER_MAX = 2**53  # exact in every JSON reader; who gets it twice is ordered by job id
 
 
@@ -38,7 +42,7 @@ NUMBER_MAX = 2**53  # exact in every JSON reader; who gets it twice is ordered b
 class Ticket:
     """One job's place in the queue, the same on all its candidates."""
 
-    number: Annotated[int, Meta(ge=1, le=NUMBER_MAX)]
+    number: Annotated[int, Meta(ge=RESTART, le=NUMBER_MAX)]
     job: JobId
     submitter: NodeId
     submitter_name: Name
@@ -104,8 +108,11 @@ class Tickets:
         self._until[ticket.job] = now + TICKET_S
         return Standing(self._older(ticket.order))
 
-    def admit(self, now: float, job: str, submitter: NodeId) -> None:
+    def admit(self, now: float, job: str, submitter: NodeId, *, number: int | None = None) -> None:
         """Return if it is this job's turn here; one that never waited comes after all who do.
+
+        Args:
+            number: of a job that needs no ticket.
 
         Raises:
             PlacementBusyError: an older ticket stands here, or the job was stopped as it waited.
@@ -114,6 +121,7 @@ class Tickets:
         stopped = self._gone.get((job, submitter), (0.0, ""))[1]
         mine = self._live.get(job)
         order = mine.order if mine is not None and mine.submitter == submitter else None
+        order = order if number is None else (number, job)
         older = self._older(order)
         if older or stopped:
             reason = f"stopped by {stopped}" if stopped else kept_for(older[0])
@@ -198,4 +206,6 @@ def positions(queues: Iterable[Iterable[Ticket]]) -> dict[str, int]:
 
 def kept_for(ticket: Ticket) -> str:
     """Say, as a clause behind the names of nodes, why they take nothing else."""
+    if ticket.number == RESTART:
+        return f"kept for {ticket.why}"
     return f"kept for {ticket.owner}, which came first"

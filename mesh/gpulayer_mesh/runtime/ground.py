@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -23,7 +23,7 @@ from gpulayer_mesh.core.copies import HeldSlot, ranks_of
 from gpulayer_mesh.core.jobspec import GoOrder, HostAddress, JobRecord, JobSpec, Outputs
 from gpulayer_mesh.core.manifest import open_manifest, unique_chunks
 from gpulayer_mesh.core.restoring import SlotSource, newest_copy, plan_restore, without
-from gpulayer_mesh.core.types import Addresses, NodeId, Snapshot
+from gpulayer_mesh.core.types import Addresses, NodeId, NodeState, Snapshot
 from gpulayer_mesh.errors import GpuLayerError, NotFoundError, RemoteProtocolError
 from gpulayer_mesh.runtime.agreements import Agreements
 from gpulayer_mesh.runtime.copies import Copies
@@ -74,6 +74,7 @@ class MeshGround:
         self._agreements = agreements
         self._secrets = secrets
         self._keeper_speaks = keeper_speaks
+        self._standing: dict[str, tuple[Signed, set[NodeId]]] = {}  # attempt it follows -> where
         self.node = host.site.node
 
     # As `starting.Caller`.
@@ -102,6 +103,26 @@ class MeshGround:
 
     def sign(self, before: Signed, change: restarts.Change) -> Signed:
         return sign_change(self._means.key, self._site.book.mesh, self.node, before, change)
+
+    async def stand(self, before: Signed) -> None:
+        snapshot = self.snapshot()
+        alive = {m.node for m in snapshot.members if m.state is NodeState.ALIVE}
+        nodes = alive & set(restarts.candidates(before.spec, snapshot))
+        self._standing.setdefault(before.spec.id, (before, set()))[1].update(nodes)
+        await self._stands(before, nodes, stands=True)
+
+    async def leave(self) -> None:
+        while self._standing:
+            _, (before, nodes) = self._standing.popitem()
+            await self._stands(before, nodes, stands=False)
+
+    async def _stands(self, before: Signed, nodes: Iterable[NodeId], *, stands: bool) -> None:
+        """Tell nodes; one that does not hear it takes other jobs, or waits until it is outdated."""
+        ident = restarts.attempt_id(restarts.origin_of(before.spec), before.spec.restart + 1)
+        path = f"/v1/attempts/{ident}/stand"
+        body = {"spec": before.chain, "stands": stands}
+        calls = (self.call(node, "POST", path, body, deadline_s=ANSWER_S) for node in nodes)
+        await asyncio.gather(*calls, return_exceptions=True)
 
     def keeper_speaks(self, attempt: Signed) -> bool:
         return self._keeper_speaks(attempt.spec.id)

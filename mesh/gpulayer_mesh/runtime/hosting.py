@@ -22,7 +22,7 @@ from typing import Annotated, Protocol, assert_never
 
 from msgspec import Meta
 
-from gpulayer_mesh.core import hosted, job, retention, wire
+from gpulayer_mesh.core import hosted, job, restarts, retention, wire
 from gpulayer_mesh.core.devicecare import unfit
 from gpulayer_mesh.core.jobspec import (
     OVER,
@@ -38,7 +38,7 @@ from gpulayer_mesh.core.jobspec import (
 from gpulayer_mesh.core.lease import Reservations
 from gpulayer_mesh.core.rankenv import HostContext, rank_argv, rank_environment
 from gpulayer_mesh.core.roster import RosterBook
-from gpulayer_mesh.core.tickets import Standing, Ticket, Tickets
+from gpulayer_mesh.core.tickets import RESTART, Standing, Ticket, Tickets
 from gpulayer_mesh.core.types import Device, Grant, NodeId, Role
 from gpulayer_mesh.errors import (
     GpuLayerError,
@@ -214,6 +214,20 @@ class JobHost:
         self.tickets.drop(time.monotonic(), job, submitter, stopped_by=stopped_by)
         self._save_tickets()
 
+    def _keep_for_next(self, one: LiveJob) -> None:
+        """Let nobody have what a failed attempt had before the next one was there to ask for it."""
+        ranks = one.report().ranks
+        failed = any(rank.exit_code != 0 for rank in ranks if rank.state is RankState.EXITED)
+        if one.may_be_restarted and failed and one.record.state not in OVER:
+            with contextlib.suppress(PlacementBusyError):  # too many wait
+                self.take_ticket(restarts.place_of_next(one.spec))
+
+    def _free_from_next(self, spec: JobSpec) -> None:
+        """No attempt follows this one."""
+        ticket = restarts.place_of_next(spec)
+        if self.tickets.find(time.monotonic(), ticket.job) is not None:
+            self.drop_ticket(ticket.job, ticket.submitter)
+
     def _keep_tickets(self) -> None:
         book = self.site.book
         self.tickets.keep([node for node in book.members if Role.LAUNCHER in book.roles(node)])
@@ -252,8 +266,8 @@ class JobHost:
             self.release(known)  # of a try whose launcher could not take it back
         if self._restarting.superseded(spec):
             raise RemoteProtocolError(f"{self.site.name} agreed to an attempt after {spec.id}")
-        if not spec.restart:  # which had its turn
-            self.tickets.admit(now, spec.id, spec.submitter)
+        number = RESTART if spec.restart else None
+        self.tickets.admit(now, spec.id, spec.submitter, number=number)
         live = sum(not one.ended for one in self.jobs.values())
         if live >= JOBS_LIVE_MAX:
             reason = f"holds {live} jobs already"
@@ -320,6 +334,8 @@ class JobHost:
         """Keep the newest word on a job; who was lost may say later how it really ended."""
         if one.record.state in OVER and record.state not in OVER:
             return
+        if record.state in OVER and not record.successor:
+            self._free_from_next(one.spec)
         one.record, one.recorded = record, time.monotonic()
         one.folder.save_record(record)
 
@@ -343,6 +359,8 @@ class JobHost:
         for effect in one.machine.handle(one.clock(), event):
             match effect:
                 case hosted.StartShim(order):
+                    if one.spec.restart:
+                        self.drop_ticket(one.spec.id, one.spec.submitter)
                     if one.may_be_restarted:
                         self._remember_secrets(one, order)
                         self._restarting.part_began(one)
@@ -354,6 +372,7 @@ class JobHost:
                 case hosted.HoldGrant():
                     self.site.reservations.hold(one.spec.id)
                 case hosted.FreeGrant():
+                    self._keep_for_next(one)
                     self._end_grant(one)
                     self._restarting.part_ended(one)
                     if one.machine.keeper_lost:
@@ -420,16 +439,16 @@ class JobHost:
             self.cancelled(one, f"stopped by {one.machine.stopped_by}")
             return
         name = one.spec.slots[0].name
-        restarts = one.may_be_restarted
+        follows = one.may_be_restarted
         record = replace(
             one.current_record(),
-            state=JobState.RESTARTING if restarts else JobState.FAILED,
+            state=JobState.RESTARTING if follows else JobState.FAILED,
             failure=Failure(None, name, 1, f"node of rank 0 lost: {why}"),
-            ended_age_s=None if restarts else 0.0,
+            ended_age_s=None if follows else 0.0,
         )
         log.warning("job %s: %s", one.spec.id, why)
         self.take_record(one, record)
-        if restarts:
+        if follows:
             self._restarting.stand_in(one)
 
     def await_word(self, one: LiveJob) -> None:

@@ -30,7 +30,7 @@ from gpulayer_mesh.core.jobspec import (
 from gpulayer_mesh.core.manifest import CHUNK_BYTES, check_path, open_manifest
 from gpulayer_mesh.core.restoring import RestoreOrder
 from gpulayer_mesh.core.roster import RosterBook
-from gpulayer_mesh.core.tickets import Standing, Ticket
+from gpulayer_mesh.core.tickets import RESTART, Standing, Ticket
 from gpulayer_mesh.core.types import NodeId, Role
 from gpulayer_mesh.errors import (
     GpuLayerError,
@@ -151,6 +151,8 @@ class JobDoor:
         ticket = wire.decode_as(Ticket, wire.unpack(request.body))
         if ticket.submitter != request.peer or ticket.job != request.params["id"]:
             raise NotAllowedError("a ticket may only be registered by who submits its job")
+        if ticket.number == RESTART:
+            raise NotAllowedError("a new job has no place before all others")
         # What others are told is the roster's name, whatever the ticket says.
         ticket = replace(ticket, submitter_name=self._site.book.members[request.peer].name)
         return self._host.take_ticket(ticket)

@@ -69,6 +69,14 @@ class _Word:
 
 
 @dataclass(frozen=True, slots=True)
+class _Place:
+    """Whether a node is to be kept for the attempt after one."""
+
+    spec: Annotated[bytes, Meta(max_length=CHAIN_MAX)]
+    stands: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Drop:
     forget: bool  # the copies as well
 
@@ -118,6 +126,7 @@ class Restarts:
         return [
             *self.agreements.routes(),
             Route("POST", attempt + "/stop", self.stop_elsewhere),
+            Route("POST", attempt + "/stand", self.stand, None, CHAIN_MAX + 1024),
             Route("POST", watch, self.watch, None, CHAIN_MAX + 1024 * 1024),
             Route("POST", watch + "/drop", self.drop_watch),
         ]
@@ -334,6 +343,23 @@ class Restarts:
             raise NotAllowedError("this member may not do that to this job")
         order = wire.decode_as(_Stop, wire.unpack(request.body))
         self._stop_here(spec, stop_by(order.by, order.grace_s, kill=order.kill))
+
+    async def stand(self, request: DoorRequest) -> None:
+        """Keep this node for an attempt that a voter of the one before has no nodes for yet."""
+        plain = wire.unpack(request.body, max_bytes=CHAIN_MAX + 1024)
+        place = wire.decode_as(_Place, plain)
+        before = open_signed(place.spec, self._site.book)
+        may_launch(before, self._site.book)
+        spec = before.spec
+        ticket = restarts.place_of_next(spec)
+        if ticket.job != request.params["id"] or spec.restart >= spec.restarts:
+            raise NotAllowedError("no such attempt follows that one")
+        if request.peer not in spec.voters:
+            raise NotAllowedError("only a voter may start an attempt")
+        if place.stands and not self.agreements.closed(ticket.job):
+            self._host.take_ticket(ticket)
+        else:
+            self._host.drop_ticket(ticket.job, ticket.submitter)
 
     def _spec(self, ident: str) -> JobSpec | None:
         """Return what an attempt is in which this node has a part, if only as a voter."""

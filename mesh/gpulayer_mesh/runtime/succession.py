@@ -29,7 +29,7 @@ from gpulayer_mesh.core import restarts
 from gpulayer_mesh.core.job import GONE_S
 from gpulayer_mesh.core.jobspec import OVER, HostPhase, JobRecord, JobState
 from gpulayer_mesh.core.types import NodeId, NodeState, Snapshot
-from gpulayer_mesh.errors import GpuLayerError, NotAllowedError, NotFoundError
+from gpulayer_mesh.errors import GpuLayerError, NotAllowedError, NotFoundError, PlacementBusyError
 from gpulayer_mesh.runtime.livejob import Signed
 
 log = logging.getLogger("gpulayer.restarts")
@@ -149,6 +149,12 @@ class Ground(Protocol[Order]):
 
     def sign(self, before: Signed, change: restarts.Change) -> Signed: ...
 
+    async def stand(self, before: Signed) -> None:
+        """Let nodes that the attempt after this one could run on take nothing else, for a while."""
+
+    async def leave(self) -> None:
+        """Let them take what they want again."""
+
     def keeper_speaks(self, attempt: Signed) -> bool:
         """Return whether this node knows that an attempt runs."""
 
@@ -226,6 +232,12 @@ class Succession(Generic[Order]):
             KeeperBackError: there is no need to.
             NotRestartedError: says why.
         """
+        try:
+            return await self._run()
+        finally:
+            await asyncio.shield(self._ground.leave())
+
+    async def _run(self) -> str:
         before = self._ran
         while before.spec.restart < before.spec.restarts:
             try:
@@ -276,6 +288,8 @@ class Succession(Generic[Order]):
                 # Once it is decided, the next number can do without the node that is missing.
                 if stuck and (decided := (await self._votes(before, mine)).decided) is not None:
                     return decided
+                if isinstance(error, PlacementBusyError):
+                    await self._ground.stand(before)
             if self._loop.time() >= self._until:
                 raise NotRestartedError(self._problem)
             self._say(self._problem)
