@@ -218,6 +218,8 @@ class _LocalJob:
             stopped=event.stopped,
             tail=tail,
             memory_peak_mib=event.memory_peak_mib,
+            memory_limit_mib=event.memory_limit_mib,
+            memory_kill=event.memory_kill,
         )
 
     async def _stop_others(self) -> None:
@@ -237,6 +239,8 @@ class _LocalJob:
                 ended_age_s=now - self._ended.get(status.rank, now),
                 tail=status.tail,
                 memory_peak_mib=status.memory_peak_mib,
+                memory_limit_mib=status.memory_limit_mib,
+                memory_kill=status.memory_kill,
             )
             for status in self._ranks.values()
         )

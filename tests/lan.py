@@ -399,6 +399,37 @@ class Lan:
         return sorted(files, key=lambda log: log.stat().st_ctime)
 
 
+@contextlib.contextmanager
+def memory_group(limit_bytes: int) -> Iterator[Path]:
+    """A control group, of either version, whose processes have so much memory together.
+
+    Write their numbers to its cgroup.procs; all must have ended, or left it, in the end.
+
+    Raises:
+        LanError: none can be made here.
+    """
+    top = Path("/sys/fs/cgroup")
+    old = not (top / "cgroup.controllers").exists()
+    limit = "memory.limit_in_bytes" if old else "memory.max"
+    group = (top / "memory" if old else top) / f"gpl{os.getpid()}m{next(_groups)}"
+    try:
+        if not old and "memory" not in (top / "cgroup.subtree_control").read_text().split():
+            raise LanError("no memory limits can be set here")
+        group.mkdir()
+        (group / limit).write_text(str(limit_bytes))
+    except OSError as error:
+        raise LanError(f"no control group can be made here: {error}") from error
+    try:
+        yield group
+    finally:
+        end = time.monotonic() + 30
+        while (group / "cgroup.procs").read_text():
+            if time.monotonic() > end:
+                raise LanError(f"processes are left in {group}")
+            time.sleep(0.01)
+        group.rmdir()
+
+
 def _folder(tag: str) -> Path:
     # Short: a Unix socket's path below it may have 107 characters at most.
     return Path(tempfile.gettempdir()) / tag
@@ -475,6 +506,7 @@ def _remove_namespace(namespace: str) -> None:
     shutil.rmtree(_NETNS_ETC / namespace, ignore_errors=True)
 
 
+_groups = itertools.count(1)
 _swept = False
 
 

@@ -69,6 +69,7 @@ _PIPE_WIDE = 1024 * 1024  # the most that Linux gives to anybody, and to a user 
 _HOOK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "rank_hook")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _OOM_SCORE = b"300"  # so that the kernel ends a rank before the agent or the desktop
+_MEMORY_KILL_S = 60.0  # until one explains nothing any more; a large process takes seconds to end
 
 
 class _AppendFile:
@@ -257,7 +258,7 @@ class Shim:
         self._lease_seen: object = None
         self._lease_at = self._next_poll = self._next_lease = 0.0
         self._pause_s = 0.0  # before the next look at the pipes
-        self._oom_kills = _oom_kills()
+        self._memory_kills = _MemoryKills()
         self._libc: Any = None
 
     def run(self) -> None:
@@ -418,11 +419,11 @@ class Shim:
         signum = -code if code < 0 else None
         unit = 1024 if sys.platform == "darwin" else 1  # ru_maxrss: bytes there, KiB elsewhere
         peak_mib = usage.ru_maxrss // unit // 1024
-        oom = signum == signal.SIGKILL and not rank.stopped and _oom_kills() > self._oom_kills
-        if oom:
-            limit_mib = _memory_limit_mib()
-            sizes = f"peak {peak_mib} MiB, limit {limit_mib} MiB"
-            rank.log.note(f"killed by the kernel: out of memory ({sizes})")
+        kill = limit_mib = None
+        if signum == signal.SIGKILL and not rank.stopped:
+            kill, limit_mib = self._memory_kills.explain(now), _memory_limit_mib()
+        if kill == "yes":
+            rank.log.note(f"killed by the kernel for memory: {peak_mib} of {limit_mib} MiB")
         rank.log.close()
         rank.gone = True
         self._event(
@@ -432,7 +433,8 @@ class Shim:
             signal=signum,
             stopped=rank.stopped,
             memory_peak_mib=peak_mib,
-            oom=oom,
+            memory_limit_mib=limit_mib,
+            memory_kill=kill,
         )
 
     def _close(self, rank: _Rank, fd: int) -> None:
@@ -474,6 +476,7 @@ class Shim:
         if now < self._next_lease:
             return
         self._next_lease = now + _LEASE_POLL_S
+        self._memory_kills.look(now)
         with contextlib.suppress(OSError):
             stat = os.stat(os.path.join(self._dir, "lease"))
             if self._fence_grace_s is not None:
@@ -742,33 +745,73 @@ def _identity(stat: os.stat_result) -> tuple[int, int, int]:
     return stat.st_mtime_ns, stat.st_ino, stat.st_size
 
 
-def _oom_kills() -> int:
-    """How often the kernel has killed for memory since boot; 0 where it does not say."""
-    with contextlib.suppress(OSError), open("/proc/vmstat", encoding="ascii") as file:
+class _MemoryKills:
+    """The kernel's kills for memory, each of which explains the end of one process.
+
+    Counted in the control group of the shim and its ranks. Where there is none, on the whole
+    machine, and then another program may be the one that was killed.
+    """
+
+    def __init__(self) -> None:
+        names = [name for group in _memory_groups() for name in _kill_counters(group)]
+        own = [name for name in names if _kills_in(name) is not None]
+        self._certain = bool(own)
+        self._name = (own or ["/proc/vmstat"])[0]
+        self._count = _kills_in(self._name)
+        self._recent: list[float] = []  # when each was seen
+
+    def look(self, now: float) -> None:
+        """Note when a kill was counted; call it every few seconds."""
+        count = _kills_in(self._name)
+        self._recent = [at for at in self._recent if now - at < _MEMORY_KILL_S]
+        self._recent += [now] * ((count or 0) - (self._count or 0))
+        self._count = count
+
+    def explain(self, now: float) -> str | None:
+        """Say if a process was ended by one: yes, likely or no; None where that is not known."""
+        self.look(now)
+        if self._count is None or not self._recent:
+            return None if self._count is None else "no"
+        del self._recent[0]
+        return "yes" if self._certain else "likely"
+
+
+def _kill_counters(group: str) -> tuple[str, ...]:
+    # Without ".local" those of the groups below are counted too; it is missing before Linux 5.2.
+    names = ("memory.events.local", "memory.events", "memory.oom_control")
+    return tuple(f"{group}/{name}" for name in names)
+
+
+def _kills_in(counter: str) -> int | None:
+    """How often the kernel has killed for memory; None where it does not say."""
+    with contextlib.suppress(OSError), open(counter, encoding="ascii") as file:
         for line in file:
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
-    return 0
+    return None
 
 
-def _memory_limit_mib() -> int:
-    """Return what the kernel grants this process: the lowest limit of its groups, or all there is.
-
-    Linux only, with control groups of either version.
-    """
-    limits_bytes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+def _memory_groups() -> Iterator[str]:
+    """The control groups that bind this process, its own first; Linux only, of either version."""
     with contextlib.suppress(OSError), open("/proc/self/cgroup", encoding="utf-8") as file:
         for line in file:
             _, kinds, path = line.rstrip("\n").split(":", 2)
             if kinds and "memory" not in kinds.split(","):
                 continue
-            top, name = ("memory/", "memory.limit_in_bytes") if kinds else ("", "memory.max")
             # The groups around it count as well; in a container not all of the path is there.
-            parts = [part for part in path.split("/") if part]
-            for depth in range(len(parts) + 1):
-                group = f"/sys/fs/cgroup/{top}{'/'.join(parts[:depth])}"
-                with contextlib.suppress(OSError, ValueError), open(f"{group}/{name}") as limit:
-                    limits_bytes.append(int(limit.read()))  # or "max"
+            parts = ["memory"] if kinds else []
+            parts += [part for part in path.split("/") if part]
+            for depth in range(len(parts), bool(kinds) - 1, -1):
+                yield "/".join(("/sys/fs/cgroup", *parts[:depth]))
+
+
+def _memory_limit_mib() -> int:
+    """What the kernel grants this process: the lowest limit of its groups, or all there is."""
+    limits_bytes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for group in _memory_groups():
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with contextlib.suppress(OSError, ValueError), open(f"{group}/{name}") as limit:
+                limits_bytes.append(int(limit.read()))  # or "max"
     return min(limits_bytes) // 2**20
 
 

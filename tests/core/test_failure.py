@@ -12,7 +12,7 @@ from gpulayer_mesh.core.failure import (
     is_consequence,
     is_failure,
 )
-from gpulayer_mesh.core.jobspec import RankState, RankStatus
+from gpulayer_mesh.core.jobspec import MemoryKill, RankState, RankStatus
 from job_cases import exited, running
 
 # Last lines as torch 2.13 prints them.
@@ -132,9 +132,48 @@ def test_every_end_has_its_code_and_words(status: RankStatus, code: int, words: 
     assert words in describe(status)
 
 
-def test_memory_kill_names_the_peak() -> None:
-    status = RankStatus(3, RankState.EXITED, signal=9, memory_peak_mib=61234)
-    assert describe(status) == (
-        "killed by signal 9 (SIGKILL): by the kernel when memory runs out, or by somebody, "
-        "peak 61234 MiB"
+@pytest.mark.parametrize(
+    ("kill", "peak_mib", "limit_mib", "words"),
+    [
+        (
+            MemoryKill.YES,
+            12390,
+            16384,
+            "killed by the kernel for memory: peak 12.1 GiB of 16.0 GiB (signal 9, SIGKILL)",
+        ),
+        (
+            MemoryKill.LIKELY,
+            150,
+            1024,
+            "killed by signal 9 (SIGKILL): probably by the kernel, for that machine had just run "
+            "out of memory; peak 150 MiB of 1.0 GiB",
+        ),
+        (
+            MemoryKill.NO,
+            1023,
+            None,
+            "killed by signal 9 (SIGKILL): by somebody or a program such as systemd-oomd, not by "
+            "the kernel for memory; peak 1023 MiB",
+        ),
+        (
+            None,
+            None,
+            None,
+            "killed by signal 9 (SIGKILL): by the kernel when memory runs out, or by somebody; "
+            "peak unknown",
+        ),
+    ],
+)
+def test_kill_is_told_with_what_is_known_of_memory(
+    kill: MemoryKill | None, peak_mib: int | None, limit_mib: int | None, words: str
+) -> None:
+    status = RankStatus(
+        3,
+        RankState.EXITED,
+        signal=9,
+        memory_peak_mib=peak_mib,
+        memory_limit_mib=limit_mib,
+        memory_kill=kill,
     )
+    assert describe(status) == words
+    assert exit_code(status) == 137

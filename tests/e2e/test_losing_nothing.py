@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lan import Host, Process
+from lan import Host, Process, memory_group
 from meshes import AGENT, GPULAYER, LanMesh, until
 
 from gpulayer.launcher import SAME_PRESS_S
@@ -204,6 +204,89 @@ def test_killed_rank_is_named_with_its_signal_and_the_others_are_stopped(mesh: L
     after = newest_job(mesh)["ranks"]
     ends = {rank["rank"]: (rank["signal"], rank["stopped"]) for rank in after}  # type: ignore[attr-defined]
     assert ends == {0: (15, True), 1: (9, False), 2: (15, True)}
+
+
+# The rank on one machine takes what that has not got.
+GROWS = """
+import os, sys, time
+print("up", flush=True)
+while not os.path.exists(sys.argv[2]):
+    time.sleep(0.02)
+taken = []
+while os.environ["GPULAYER_NODE"] == sys.argv[1]:
+    taken.append(b"1" * 2**20)
+time.sleep(600)
+"""
+
+# What loaders of several processes do with their batches.
+SHARES = """
+import mmap, os
+size = 64 * 2**20
+file = os.open("/dev/shm/batch", os.O_RDWR | os.O_CREAT)
+os.ftruncate(file, size)
+shared = mmap.mmap(file, size)
+for page in range(0, size, 4096):
+    shared[page] = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def poor(mesh: LanMesh) -> Iterator[Host]:
+    """A box whose agent and ranks have 512 MiB of memory together, and 16 MiB of it to share."""
+    box = mesh.boxes[1]
+    groups = Path("/sys/fs/cgroup")
+    with memory_group(512 * 2**20) as group:
+        kind = "cgroup -o memory" if (groups / "memory").exists() else "cgroup2"
+        # A host does not see the machine's /sys.
+        start = (
+            f"mount -t tmpfs none {groups} && mkdir -p {group.parent} && "
+            f"mount -t {kind} none {group.parent} && mount -t tmpfs -o size=16m none /dev/shm && "
+            f'echo $$ >{group}/cgroup.procs && exec "$0"'
+        )
+        stop_agent(mesh, box)
+        mesh.agents[box.name] = box.popen(["sh", "-c", start, AGENT])
+        until(lambda: mesh.listed(box.name), 30)
+        yield box
+        stop_agent(mesh, box)
+    mesh.start_agent(box)
+    until(lambda: mesh.listed(box.name), 30)
+
+
+def stop_agent(mesh: LanMesh, box: Host) -> None:
+    mesh.agents[box.name].interrupt()
+    assert mesh.agents[box.name].wait(10) == 0
+
+
+def test_rank_that_the_kernel_ends_for_memory_is_told_with_peak_and_limit(
+    mesh: LanMesh, poor: Host
+) -> None:
+    folder = folder_with(mesh, "grows", GROWS)
+    for number in range(3):
+        now = folder / f"now-{number}"
+        command = ("python", "train.py", poor.name, str(now))
+        job = run(mesh, "--nodes", "3", command=command, cwd=folder)
+        for rank in range(3):
+            job.expect(rf"^\[{rank}\|\S+\] up$", 60)
+        now.touch()
+        assert job.wait(60) == 128 + 9, job.output()
+        said = (
+            rf"^gpulayer: rank \d on {poor.name} failed: killed by the kernel for memory: "
+            r"peak (\d+) MiB of 512 MiB \(signal 9, SIGKILL\)$"
+        )
+        found = re.search(said, job.output(), re.MULTILINE)
+        assert found, job.output()
+        assert 200 < int(found[1]) < 512
+        assert re.search(r"^gpulayer: ranks \d[-, ]+\d: stopped$", job.output(), re.MULTILINE)
+    assert mesh.agents[poor.name].poll() is None
+    assert mesh.state(poor.name) == "alive"
+
+
+def test_rank_without_shared_memory_is_told_so(mesh: LanMesh, poor: Host) -> None:
+    folder = folder_with(mesh, "shares", SHARES)
+    job = run(mesh, "--target", poor.name, command=("python", "train.py"), cwd=folder)
+    assert job.wait(60) == 128 + 7, job.output()
+    said = r"killed by signal 7 \(SIGBUS\): shared memory \(/dev/shm\) may be full"
+    assert re.search(said, job.output()), job.output()
 
 
 @pytest.mark.parametrize("moment", ["importing", "meeting", "training", "saving", "stopping"])
@@ -528,11 +611,7 @@ def tight(mesh: LanMesh) -> Iterator[Host]:
     home = box.home / ".local/share/gpulayer"
     usual = home.with_name("usual")
 
-    def stop_agent() -> None:
-        mesh.agents[box.name].interrupt()
-        assert mesh.agents[box.name].wait(10) == 0
-
-    stop_agent()
+    stop_agent(mesh, box)
     home.rename(usual)
     home.mkdir(mode=0o700)
     mount = ["mount", "-t", "tmpfs", "-o", "size=16m,mode=700", "tmpfs", str(home)]
@@ -543,7 +622,7 @@ def tight(mesh: LanMesh) -> Iterator[Host]:
         mesh.start_agent(box)
         until(lambda: mesh.listed(box.name), 30)
         yield box
-        stop_agent()
+        stop_agent(mesh, box)
     finally:
         subprocess.run(["umount", "--lazy", str(home)], check=True)
     home.rmdir()

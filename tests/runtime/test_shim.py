@@ -21,6 +21,7 @@ from gpulayer_mesh import shim
 from gpulayer_mesh.clock import boot_clock
 from gpulayer_mesh.core import logrecord
 from gpulayer_mesh.core.hosted import RankExited, ShimDone, ShimLost
+from gpulayer_mesh.core.jobspec import MemoryKill
 from gpulayer_mesh.core.logrecord import LogStream, RecordParser
 from gpulayer_mesh.errors import GpuLayerError
 from gpulayer_mesh.runtime.shims import RankCommand
@@ -60,7 +61,8 @@ async def test_signal_that_we_did_not_send_is_reported_as_one(tmp_path: Path) ->
     assert await job.output(0) == b"last words\n"
     lines = job.status()
     assert [line["n"] for line in lines] == list(range(1, len(lines) + 1))
-    assert [line["oom"] for line in lines if line["event"] == "rank-exited"] == [False, False]
+    kills = [line["memory_kill"] for line in lines if line["event"] == "rank-exited"]
+    assert kills == ["no" if sys.platform == "linux" else None, None]
 
 
 async def test_arguments_arrive_byte_for_byte(tmp_path: Path) -> None:
@@ -801,25 +803,14 @@ def test_no_stranger_is_killed_where_process_numbers_are_reused(
 
 
 @pytest.fixture
-def small_group(tmp_path: Path) -> Iterator[Path]:
-    """A control group with 200 MiB; without swap, so that its limit is one."""
-    top = Path("/sys/fs/cgroup")
-    version_2 = (top / "cgroup.controllers").exists()
-    group = (top if version_2 else top / "memory") / f"gpl-{tmp_path.name}-{os.getpid()}"
-    try:
-        if version_2 and "memory" not in (top / "cgroup.subtree_control").read_text().split():
-            pytest.skip("no memory limits can be set here")
-        group.mkdir()
-        limit = "memory.max" if version_2 else "memory.limit_in_bytes"
-        (group / limit).write_text(str(200 * 2**20))
-    except OSError as error:
-        pytest.skip(f"no control group can be made here: {error}")
-    yield group
-    end = time.monotonic() + DEADLINE_S
-    while (group / "cgroup.procs").read_text():  # the shim has said its last word, and ends
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    group.rmdir()
+def small_group() -> Iterator[Path]:
+    """A control group with 200 MiB; the shim has said its last word when a test ends."""
+    with contextlib.ExitStack() as stack:
+        try:
+            group = stack.enter_context(lan.memory_group(200 * 2**20))
+        except lan.LanError as error:
+            pytest.skip(str(error))
+        yield group
 
 
 @linux_only
@@ -827,8 +818,10 @@ async def test_rank_without_memory_is_told_from_one_that_somebody_killed(
     tmp_path: Path, small_group: Path
 ) -> None:
     """The limit holds for all, as in a container; the kernel takes the rank, not the shim."""
+    gate = tmp_path / "gate"
+    waits = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
     grows = "print('up'); x = []\nwhile True: x.append(b'1' * 2**20)"
-    job = Job(tmp_path, grows, SLEEP)
+    job = Job(tmp_path, grows, waits + "os.kill(os.getpid(), 9)", SLEEP)
     (small_group / "cgroup.procs").write_text(str(os.getpid()))
     try:
         await job.start()
@@ -839,11 +832,52 @@ async def test_rank_without_memory_is_told_from_one_that_somebody_killed(
     assert end.memory_peak_mib is not None
     assert 100 < end.memory_peak_mib <= 200
     (said,) = job.runner.tail_lines(job.dir, 0, 20)
-    sizes = f"peak {end.memory_peak_mib} MiB, limit 200 MiB"
-    assert said == f"killed by the kernel: out of memory ({sizes})"
-    await job.wait_for_output(b"up", 1)
+    assert said == f"killed by the kernel for memory: {end.memory_peak_mib} of 200 MiB"
+    assert (end.memory_kill, end.memory_limit_mib) == (MemoryKill.YES, 200)
+    gate.touch()
+    end = await job.until(RankExited)
+    assert (end.rank, end.signal, end.memory_kill) == (1, 9, MemoryKill.NO)
+    await job.wait_for_output(b"up", 2)
     job.runner.kill(job.dir)
+    await job.until(RankExited)
     await job.run(ShimDone)
+
+
+def test_kill_for_memory_explains_one_end_and_only_for_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = tmp_path / "memory.events"
+
+    def counted(kills: int) -> None:
+        counter.write_text(f"oom 9\noom_kill {kills}\noom_group_kill 0\n")
+
+    counted(5)
+    monkeypatch.setattr(shim, "_memory_groups", lambda: iter([str(tmp_path)]))
+    kills = shim._MemoryKills()
+    assert kills.explain(0.0) == "no"
+    counted(6)
+    kills.look(1.0)
+    assert kills.explain(60.0) == "yes"
+    assert kills.explain(60.0) == "no"
+    counted(7)
+    kills.look(61.0)
+    assert kills.explain(121.0) == "no"
+    counted(9)
+    assert [kills.explain(200.0) for _ in range(3)] == ["yes", "yes", "no"]
+
+
+def test_without_a_group_of_its_own_a_kill_for_memory_is_only_likely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts: dict[str, int | None] = {"/proc/vmstat": 3}
+    monkeypatch.setattr(shim, "_memory_groups", lambda: iter(["/nowhere"]))
+    monkeypatch.setattr(shim, "_kills_in", counts.get)
+    kills = shim._MemoryKills()
+    assert kills.explain(0.0) == "no"
+    counts["/proc/vmstat"] = 4
+    assert [kills.explain(1.0) for _ in range(2)] == ["likely", "no"]
+    counts.clear()
+    assert shim._MemoryKills().explain(0.0) is None
 
 
 def test_record_header_is_23_bytes() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from gpulayer_mesh.core.jobspec import Failure, RankState, RankStatus
+from gpulayer_mesh.core.jobspec import Failure, MemoryKill, RankState, RankStatus
 
 # What torch, Gloo, NCCL and the socket layer say about a peer that went away (torch 2.10 to 2.13).
 _PEER_LOST = re.compile(
@@ -99,6 +99,8 @@ def describe(status: RankStatus) -> str:
             return f"{text} (a command inside it was killed by {_SIGNALS[code - 128]})"
         return text
     name = _SIGNALS.get(status.signal, "unknown signal")
+    if status.memory_kill is MemoryKill.YES:
+        return f"killed by the kernel for memory: {_memory(status)} (signal 9, SIGKILL)"
     return f"killed by signal {status.signal} ({name}){_likely_cause(status, name)}"
 
 
@@ -119,9 +121,15 @@ def first_failure(ranks: Iterable[tuple[str, RankStatus]]) -> Failure | None:
 
 
 def _likely_cause(status: RankStatus, name: str) -> str:
-    peak = f", peak {status.memory_peak_mib} MiB" if status.memory_peak_mib is not None else ""
     if name == "SIGKILL":
-        return f": by the kernel when memory runs out, or by somebody{peak}"
+        match status.memory_kill:
+            case MemoryKill.LIKELY:
+                who = "probably by the kernel, for that machine had just run out of memory"
+            case MemoryKill.NO:
+                who = "by somebody or a program such as systemd-oomd, not by the kernel for memory"
+            case _:
+                who = "by the kernel when memory runs out, or by somebody"
+        return f": {who}; {_memory(status)}"
     if name == "SIGABRT":
         return (
             ": native code aborted; with Gloo this also happens to a rank that ends right after a "
@@ -138,3 +146,14 @@ def _likely_cause(status: RankStatus, name: str) -> str:
     if name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"):
         return ": sent by something outside of this job"
     return ""
+
+
+def _memory(status: RankStatus) -> str:
+    peak, limit = _size(status.memory_peak_mib), _size(status.memory_limit_mib)
+    return f"peak {peak or 'unknown'}{f' of {limit}' if limit else ''}"
+
+
+def _size(mib: int | None) -> str:
+    if mib is None:
+        return ""
+    return f"{mib / 1024:.1f} GiB" if mib >= 1024 else f"{mib} MiB"

@@ -30,6 +30,7 @@ from gpulayer_mesh.core.jobspec import (
     HostPhase,
     HostReport,
     JobSpec,
+    MemoryKill,
     RankState,
     RankStatus,
 )
@@ -142,6 +143,8 @@ class RankExited:
     stopped: bool = False
     tail: tuple[str, ...] = ()
     memory_peak_mib: int | None = None
+    memory_limit_mib: int | None = None
+    memory_kill: MemoryKill | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -402,6 +405,8 @@ class HostedJob:
             signal=event.signal,
             stopped=event.stopped,
             memory_peak_mib=event.memory_peak_mib,
+            memory_limit_mib=event.memory_limit_mib,
+            memory_kill=event.memory_kill,
         )
         if is_failure(status):
             status = replace(status, tail=_bounded(event.tail))

@@ -115,6 +115,14 @@ class GoOrder:
     secrets: EnvMap = field(default_factory=dict)  # only ever in memory and in the ranks
 
 
+class MemoryKill(StrEnum):
+    """Whether the kernel ended a rank because memory ran out."""
+
+    NO = "no"
+    LIKELY = "likely"  # it killed something on that machine just then
+    YES = "yes"
+
+
 @dataclass(frozen=True, slots=True)
 class RankStatus:
     rank: Annotated[int, Meta(ge=0)]
@@ -127,6 +135,8 @@ class RankStatus:
     # Last lines of stderr (of stdout when stderr is empty) once exited with a failure.
     tail: Annotated[tuple[Annotated[str, Meta(max_length=4096)], ...], Meta(max_length=60)] = ()
     memory_peak_mib: int | None = None
+    memory_limit_mib: int | None = None  # only of a rank that was killed
+    memory_kill: MemoryKill | None = None  # None: not killed, or not known
 
 
 class HostPhase(StrEnum):

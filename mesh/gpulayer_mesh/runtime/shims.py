@@ -29,6 +29,7 @@ import msgspec
 
 from gpulayer_mesh import shim
 from gpulayer_mesh.core import hosted
+from gpulayer_mesh.core.jobspec import MemoryKill
 from gpulayer_mesh.core.logrecord import (
     DATA_MAX,
     HEADER,
@@ -97,6 +98,8 @@ class _RankExited(_Line, frozen=True, tag="rank-exited"):
     signal: int | None
     stopped: bool
     memory_peak_mib: int | None = None
+    memory_limit_mib: int | None = None
+    memory_kill: MemoryKill | None = None
 
 
 class _Stopping(_Line, frozen=True, tag="stopping"):
@@ -240,6 +243,8 @@ class ShimRunner:
                             line.signal,
                             line.stopped,
                             memory_peak_mib=line.memory_peak_mib,
+                            memory_limit_mib=line.memory_limit_mib,
+                            memory_kill=line.memory_kill,
                         )
                     case _Stopping():
                         problem = problem or line.reason
