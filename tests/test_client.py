@@ -246,6 +246,20 @@ async def test_id_of_any_attempt_finds_the_newest(ident: str, known: list[JobRec
     assert (await Knowing(known).find_job(ident)).spec.id == THIRD.id
 
 
+async def test_witness_has_the_last_word_on_a_job_of_which_nobody_else_speaks() -> None:
+    from_witness = JobRecord(FIRST, JobState.RESTARTING, node(0), waiting="does not answer")
+    from_part = JobRecord(FIRST, JobState.RUNNING, node(0), reports=(report(1, HostPhase.RUNNING),))
+    from_keeper = JobRecord(FIRST, JobState.STARTING, node(0))
+    nobody: list[JobRecord] = []
+    for known, best in (
+        ((nobody, nobody, [from_witness]), from_witness),
+        ((nobody, [from_part], [from_witness]), from_part),
+        ((nobody, [from_witness], [from_part]), from_part),
+        (([from_keeper], [from_part], [from_witness]), from_keeper),
+    ):
+        assert await Knowing(*known).jobs() == [best]
+
+
 async def test_other_jobs_are_not_mixed_up_with_attempts() -> None:
     other = JobRecord(spec(1, id="0123499999"), JobState.RUNNING, node(0))
     client = Knowing([*ALL, other])

@@ -367,8 +367,9 @@ class MeshClient:
         best: dict[str, tuple[tuple[bool, ...], JobRecord]] = {}
         for node, records in _answered(nodes, answers):
             for job in records:
-                # A keeper that was cut off does not know what followed.
-                weight = (bool(job.successor), job.keeper == node, job.state in OVER)
+                # A keeper that was cut off does not know what followed; a witness knows no ranks.
+                over = job.state in OVER
+                weight = (bool(job.successor), job.keeper == node, over, bool(job.reports))
                 if job.spec.id not in best or weight > best[job.spec.id][0]:
                     best[job.spec.id] = weight, job
         found = [record for _, record in best.values()]
@@ -612,7 +613,8 @@ class MeshClient:
             except GpuLayerError:
                 return None
 
-        others = {record.keeper, *(slot.node for slot in record.spec.slots)} - {node}
+        spec = record.spec
+        others = {record.keeper, *(slot.node for slot in spec.slots), *spec.voters} - {node}
         asking = {asyncio.ensure_future(ask(other)) for other in others}
         answered = False
         try:

@@ -202,6 +202,20 @@ def test_job_on_one_machine_goes_on_elsewhere_when_that_is_lost(whole: LanMesh) 
     assert run.wait(60) == 0, run.output()
 
 
+def test_job_whose_only_machine_is_lost_is_listed_and_can_be_stopped(whole: LanMesh) -> None:
+    run, _ = start(whole, "gone", "--restarts", "2")
+    run.expect("^counted to 40", 60)
+    (job,) = [job for job in jobs(whole) if job["state"] == "running"]
+    (name,) = [node["name"] for node in job["nodes"]]  # type: ignore[attr-defined]
+    power_off(whole.lan[name])
+    assert [one["state"] for one in jobs(whole) if one["job"] == job["job"]] == ["running"]
+    whole.gpulayer("stop", str(job["job"]))
+    assert run.wait(60) == 130, run.output()
+    (last,) = [one for one in jobs(whole) if job["job"] in (one["job"], one["origin"])]
+    assert (last["state"], last["cause"]) == ("cancelled", "stopped by laptop")
+    assert whole.ranks() == []
+
+
 def test_job_that_waits_for_a_machine_to_start_again_can_be_stopped(whole: LanMesh) -> None:
     run, _ = start(whole, "none", "--nodes", "3", "--restarts", "1")
     lost = host_of(whole, run, 2)

@@ -332,6 +332,12 @@ async def test_witness_takes_a_job_over_whose_only_machine_is_lost(
     if secretive:  # which only the lost machine knew
         await eventually(lambda: all(not box.restarts._watches for box in witnesses))
         assert all(NEXT not in box.host.jobs for box in witnesses)
+        for box in witnesses:
+            record = box.restarts.watched_job(JOB)
+            assert record is not None
+            assert record.failure is not None
+            assert record.state is JobState.FAILED
+            assert "not restarted: its secrets" in record.failure.reason
         return
     await eventually(lambda: any(NEXT in box.host.jobs for box in witnesses))
     there = next(box for box in witnesses if NEXT in box.host.jobs)
@@ -541,6 +547,99 @@ async def test_stop_before_the_keeper_is_known_to_be_lost_is_the_end(
             with pytest.raises(GpuLayerError, match=f"job {JOB} has ended"):
                 box.restarts.agreements.bind(then(mesh, first(mesh, "box-0", "box-1"), "box-1"))
     assert not [box.name for box in (one, two) if NEXT in box.host.jobs]
+
+
+async def watching(mesh: Mesh, **fields: object) -> list[Box]:
+    """Start a job on box-0 that box-1 and box-2 watch."""
+    zero = await counting(mesh, **fields)
+    one, two = (mesh.boxes[mesh.node(name)] for name in ("box-1", "box-2"))
+    await eventually(lambda: bool(one.restarts.watched() and two.restarts.watched()))
+    return [zero, one, two]
+
+
+def said(box: Box) -> tuple[JobState, str, str]:
+    """What a witness says of the job: state, successor, cause."""
+    record = box.restarts.watched_job(JOB)
+    assert record is not None
+    return record.state, record.successor, record.cause
+
+
+@pytest.mark.timeout(120)
+async def test_witnesses_answer_for_a_job_whose_machine_is_lost(mesh: Mesh, quick: None) -> None:
+    zero, one, two = await watching(mesh)
+    assert (await one.ask("other", "GET", "")).state is JobState.RUNNING
+    await zero.close()  # with its ranks
+    for box in (one, two):
+        await eventually(lambda box=box: said(box)[0] is JobState.RESTARTING)
+        (record,) = await box.ask("other", "GET", "/v1/jobs")
+        assert (record.spec.id, record.keeper) == (JOB, zero.node)
+        assert record.waiting == "its machine box-0 does not answer"
+        assert record.failure.reason.startswith("node of rank 0 lost: ")
+    for box in (one, two):
+        await eventually(lambda box=box: said(box)[1] == NEXT)
+        assert (await box.ask("other", "GET", "")).state is JobState.FAILED
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_stop_at_a_witness_ends_a_job_whose_machine_is_lost(
+    mesh: Mesh, quick: None, at_once: bool
+) -> None:
+    zero, one, two = await watching(mesh)
+    await zero.close()  # with its ranks
+    if not at_once:
+        await eventually(lambda: said(one)[0] is JobState.RESTARTING)
+    with pytest.raises(NotAllowedError):
+        await one.ask("other", "POST", "stop", STOP)
+    record = await one.ask("laptop", "POST", "stop", STOP)
+    assert (record.state, record.cause) == (JobState.CANCELLED, "stopped by laptop")
+    assert said(two) == (JobState.CANCELLED, "", "stopped by laptop")
+    one = await one.restart()
+    assert said(one) == (JobState.CANCELLED, "", "stopped by laptop")
+    assert (await one.ask("laptop", "POST", "stop", STOP)).cause == "stopped by laptop"
+    for box in (one, two):
+        with pytest.raises(GpuLayerError, match=f"job {JOB} has ended"):
+            box.restarts.agreements.bind(then(mesh, first(mesh), "box-1"))
+        assert NEXT not in box.host.jobs
+
+
+async def test_stop_at_a_witness_is_the_keepers_while_that_answers(mesh: Mesh) -> None:
+    zero, one, _ = await watching(mesh)
+    assert (await one.ask("laptop", "POST", "stop", STOP)).keeper == zero.node
+    await eventually(lambda: zero.state() is JobState.CANCELLED)
+    assert zero.host.jobs[JOB].current_record().cause == "stopped by laptop"
+    await eventually(lambda: not one.restarts.watched())
+
+
+@pytest.mark.timeout(120)
+async def test_keeper_that_was_cut_off_hears_of_a_stop_from_its_witnesses(
+    mesh: Mesh, quick: None
+) -> None:
+    zero, one, _ = await watching(mesh)
+    zero.unreachable, one.unreachable = {"box-1", "box-2"}, {"box-0", "box-2"}
+    await one.ask("laptop", "POST", "stop", STOP)
+    zero.unreachable = set()
+    await eventually(lambda: zero.state() is JobState.CANCELLED)
+    assert zero.host.jobs[JOB].current_record().cause == "stopped by laptop"
+    word = {"spec": first(mesh).chain, "secretive": False, "sources": []}
+    with pytest.raises(NotAllowedError):  # it is the keeper's to hear
+        await one.ask("other", "POST", f"/v1/watches/{JOB}", word)
+
+
+@pytest.mark.timeout(120)
+async def test_stop_at_a_witness_reaches_the_attempt_that_another_has_just_started(
+    mesh: Mesh, quick: None
+) -> None:
+    zero, one, two = await watching(mesh)
+    await zero.close()  # with its ranks
+    two.unreachable = {"box-1"}
+    await eventually(lambda: said(one)[1] == NEXT)
+    two.unreachable = set()
+    assert said(two)[0] is JobState.RESTARTING
+    await two.ask("laptop", "POST", "stop", STOP)
+    after = one.host.jobs[NEXT]
+    await eventually(lambda: after.current_record().state is JobState.CANCELLED)
+    assert after.current_record().cause == "stopped by laptop"
 
 
 @pytest.mark.timeout(120)

@@ -24,6 +24,7 @@ from gpulayer_mesh.core.jobspec import (
     HostReport,
     JobId,
     JobRecord,
+    JobSpec,
     JobState,
     Outputs,
 )
@@ -63,6 +64,7 @@ TICKET_BYTES = 8 * 1024  # three short texts of at most 1 KiB each, and ids
 class _StopOrder:
     grace_s: Annotated[float, Meta(ge=0, le=86400)] | None
     kill: bool
+    by: Annotated[str, Meta(max_length=256)] = ""  # who asked the node that passes it on
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,40 +342,76 @@ class JobDoor:
             self._host.on_keeper(one, job.HostReported(report))
 
     async def stop(self, request: DoorRequest) -> JobRecord:
-        """Stop a job; a participant that is not the keeper passes the request on."""
+        """Stop a job; a participant or witness that is not the keeper passes the request on."""
+        watched = self._restarts.watched_job(request.params["id"])
+        if watched is not None:
+            return await self._stop_watched(request, watched)
         one = self._job(request)
-        if Role.ADMIN not in request.roles:
-            _only(request, one.spec.submitter, *one.participants)
-        order = wire.decode_as(_StopOrder, wire.unpack(request.body))
-        grace_s = one.spec.stop_grace_s if order.grace_s is None else order.grace_s
-        by = self._site.book.members[request.peer].name
-        stop = stop_by(by, grace_s, kill=order.kill)
+        stop = self._asked_stop(request, *one.attempt.history, one.spec)
         if one.kept is not None:
-            self._host.on_keeper(one, job.StopRequested(by, grace_s, order.kill))
+            self._host.on_keeper(one, job.StopRequested(stop.by, stop.grace_s, stop.kill))
             return one.current_record()
         begun = one.machine.phase not in BEFORE_START and one.record.state not in OVER
         if not begun or one.keeper == self._site.node:
             self._host.on_host(one, stop)
             return one.current_record()
         if one.record.state is not JobState.RESTARTING:  # else it is known to be lost
-            path = f"/v1/jobs/{one.spec.id}/stop"
-            try:
-                answer = await self._site.call(
-                    one.keeper, "POST", path, request.body, deadline_s=job.CALL_S
-                )
-                return wire.decode_as(JobRecord, wire.unpack(answer, max_bytes=wire.BODY_MAX))
-            except (TransportError, NotFoundError):
-                pass  # its lease would end our ranks in 19 s; whoever asked wants it now
+            answer = await self._stop_by_keeper(one.spec, stop)
+            if answer is not None:
+                return answer
         await self._restarts.stop_alone(one.spec, stop)
         return one.current_record()
+
+    async def _stop_watched(self, request: DoorRequest, record: JobRecord) -> JobRecord:
+        stop = self._asked_stop(request, record.spec)
+        if record.state in OVER:
+            return record
+        answer = await self._stop_by_keeper(record.spec, stop)
+        if answer is not None:
+            return answer
+        await self._restarts.stop_alone(record.spec, stop)
+        return self._restarts.watched_job(record.spec.id) or record
+
+    def _asked_stop(self, request: DoorRequest, *attempts: JobSpec) -> hosted.Stop:
+        """Return the stop that a member asks for, if it may: in its own name, or passed on.
+
+        Args:
+            attempts: those up to the one that is to end.
+        """
+        spec = attempts[-1]
+        passing = {slot.node for slot in spec.slots}
+        passing.update(*(one.voters for one in attempts))
+        if Role.ADMIN not in request.roles:
+            _only(request, spec.submitter, *passing)
+        order = wire.decode_as(_StopOrder, wire.unpack(request.body))
+        name = self._site.book.members[request.peer].name
+        by = order.by if order.by and request.peer in passing else name
+        grace_s = spec.stop_grace_s if order.grace_s is None else order.grace_s
+        return stop_by(by, grace_s, kill=order.kill)
+
+    async def _stop_by_keeper(self, spec: JobSpec, stop: hosted.Stop) -> JobRecord | None:
+        """Pass a stop on; None where the keeper does not answer.
+
+        Its lease would end the ranks in 19 s, but whoever asked wants it now.
+        """
+        path = f"/v1/jobs/{spec.id}/stop"
+        body = wire.pack(_StopOrder(stop.grace_s, stop.kill, stop.by))
+        keeper = spec.slots[0].node
+        try:
+            answer = await self._site.call(keeper, "POST", path, body, deadline_s=job.CALL_S)
+            return wire.decode_as(JobRecord, wire.unpack(answer, max_bytes=wire.BODY_MAX))
+        except (TransportError, NotFoundError):
+            return None
 
     # --- looking ---------------------------------------------------------------------------------
 
     async def list_jobs(self, request: DoorRequest) -> list[JobRecord]:
-        return [one.current_record() for one in self._host.jobs.values()]
+        own = [one.current_record() for one in self._host.jobs.values()]
+        return own + self._restarts.watched()
 
     async def get_job(self, request: DoorRequest) -> JobRecord:
-        return self._job(request).current_record()
+        watched = self._restarts.watched_job(request.params["id"])
+        return self._job(request).current_record() if watched is None else watched
 
     async def logs(self, request: DoorRequest) -> Stream:
         """Stream the raw log records of this node's ranks, from where the viewer left off."""

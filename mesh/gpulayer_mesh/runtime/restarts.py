@@ -41,6 +41,7 @@ from gpulayer_mesh.files import replace_file
 from gpulayer_mesh.runtime.agreements import Agreements
 from gpulayer_mesh.runtime.background import Background
 from gpulayer_mesh.runtime.door import DoorRequest, Route
+from gpulayer_mesh.runtime.ends import Ends, without_keeper
 from gpulayer_mesh.runtime.ground import RECORD_S, Means, MeshGround
 from gpulayer_mesh.runtime.hosting import JobHost
 from gpulayer_mesh.runtime.livejob import CHAIN_MAX, LiveJob, Signed, may_launch, open_signed
@@ -90,12 +91,21 @@ class _Stop:
     kill: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Stopped:
+    """What a witness answers to a keeper that it had missed."""
+
+    by: Annotated[str, Meta(max_length=256)]
+
+
 @dataclass(slots=True)
 class _Watch:
     """A job that this node watches without a part in it."""
 
     attempt: Signed
     secretive: bool
+    began: float  # monotonic
+    waiting: str = ""  # why its next attempt has not started
     task: asyncio.Task[None] | None = None
     succeeding: bool = False  # no word of the keeper ends it any more
 
@@ -119,6 +129,7 @@ class Restarts:
         self._copying: dict[str, asyncio.Task[None]] = {}
         self._seeing: dict[str, asyncio.Task[None]] = {}  # job -> to its next attempt
         self._watches: dict[str, _Watch] = {}
+        self._ends = Ends(host.site.home / "ends")
         self._background = Background(log)
 
     def routes(self) -> list[Route]:
@@ -140,7 +151,8 @@ class Restarts:
             try:
                 plain = wire.unpack(path.read_bytes(), max_bytes=2 * CHAIN_MAX)
                 word = wire.decode_as(_Word, plain)
-                self._watch(open_signed(word.spec, self._site.book), word)
+                age_s = max(0.0, time.time() - path.stat().st_mtime)  # display only
+                self._watch(open_signed(word.spec, self._site.book), word, age_s)
             except (GpuLayerError, OSError) as error:
                 log.warning("job %s is not watched any more: %s", path.name, error)
                 path.unlink(missing_ok=True)
@@ -196,7 +208,7 @@ class Restarts:
             if one.kept is not None and one.kept.state is JobState.RESTARTING:
                 self._host.on_keeper(one, job.Restarted(successor))
             else:  # stopped meanwhile
-                await self._stop(successor)
+                await self._stop(successor, "")
 
         self._see(one.spec.id, see(), lambda why: self._host.on_keeper(one, job.NotRestarted(why)))
 
@@ -206,6 +218,7 @@ class Restarts:
 
     def forget(self, old: Collection[str]) -> None:
         """Drop the copies of these jobs, and what nobody can ask for any more."""
+        self._ends.prune()
         copies = self._means.copies
         stale = {
             ident
@@ -290,6 +303,9 @@ class Restarts:
         body = wire.pack(_Stop(stop.by, stop.grace_s, stop.kill))
         others = [node for node in nodes if node != self._site.node]
         await self._ask_all(others, f"/v1/attempts/{spec.id}/stop", body)
+        # Whoever saw to the next attempt may have had it agreed to, and started, by then.
+        following = restarts.attempt_id(restarts.origin_of(spec), spec.restart + 1)
+        self._background.spawn(self._stop(following, stop.by))
 
     async def _stopper(self, spec: JobSpec) -> str:
         """Return who had a job stopped while its keeper was cut off, "" if no voter says so."""
@@ -306,7 +322,7 @@ class Restarts:
         self.agreements.close(spec)
         one = self._host.jobs.get(spec.id)
         if one is None:
-            self._unwatch(spec.id)
+            self._stop_watched(spec.id, stop.by)
         elif one.kept is not None:
             self._host.on_keeper(one, job.StopRequested(stop.by, stop.grace_s, stop.kill))
         elif one.current_record().state is JobState.RESTARTING:
@@ -377,11 +393,50 @@ class Restarts:
 
     # --- a witness -------------------------------------------------------------------------------
 
-    async def watch(self, request: DoorRequest) -> None:
+    def watched(self) -> list[JobRecord]:
+        """Return what this node can say of the jobs that it watches, or has watched."""
+        return [*self._ends.all(), *map(self._witnessed, self._watches.values())]
+
+    def watched_job(self, ident: str) -> JobRecord | None:
+        """Return the same of one job, None if it is none of them."""
+        watch = self._watches.get(ident)
+        return self._ends.get(ident) if watch is None else self._witnessed(watch)
+
+    def _witnessed(self, watch: _Watch) -> JobRecord:
+        """Return what a witness knows: the job runs, until its keeper counts as lost."""
+        now, spec = time.monotonic(), watch.attempt.spec
+        age_s = now - watch.began
+        if now - self.agreements.heard_at(spec.id) < hosted.KEEPER_SILENT_S:
+            return JobRecord(spec, JobState.RUNNING, spec.slots[0].node, age_s=age_s)
+        return without_keeper(spec, age_s=age_s, waiting=watch.waiting)
+
+    def _stop_watched(self, ident: str, by: str) -> None:
+        watch = self._watches.get(ident)
+        if watch is not None:
+            self._unwatch(ident)
+            cause = f"stopped by {by}"
+            self._watch_over(watch, state=JobState.CANCELLED, failure=None, cause=cause)
+
+    def _watch_over(self, watch: _Watch, **known: Any) -> None:
+        """Note what became of a job whose keeper was lost."""
+        record = without_keeper(watch.attempt.spec, age_s=time.monotonic() - watch.began)
+        over: dict[str, Any] = {"state": JobState.FAILED, "waiting": "", "ended_age_s": 0.0}
+        self._ends.keep(replace(record, **(over | known)))
+
+    def _not_restarted(self, watch: _Watch, why: str) -> None:
+        failure = without_keeper(watch.attempt.spec, age_s=0.0).failure
+        assert failure is not None
+        reason = f"{failure.reason}; not restarted: {why}"
+        self._watch_over(watch, failure=replace(failure, reason=reason))
+
+    async def watch(self, request: DoorRequest) -> _Stopped | None:
         """The keeper is there; from its first word on this node watches the job."""
         plain = wire.unpack(request.body, max_bytes=CHAIN_MAX + 1024 * 1024)
         word = wire.decode_as(_Word, plain)
         ident = request.params["id"]
+        end = self._ends.get(ident)
+        if end is not None and end.state is JobState.CANCELLED and end.keeper == request.peer:
+            return _Stopped(end.cause.removeprefix("stopped by "))
         known = self._watches.get(ident)
         if known is None or known.attempt.chain != word.spec:
             attempt = open_signed(word.spec, self._site.book)
@@ -401,6 +456,7 @@ class Restarts:
         elif request.peer != known.attempt.spec.slots[0].node:
             raise NotAllowedError("only the keeper of a job has it watched")
         self.agreements.heard(ident)
+        return None
 
     async def drop_watch(self, request: DoorRequest) -> None:
         """The keeper says that the job is over; safe to repeat."""
@@ -423,8 +479,9 @@ class Restarts:
             if spec is not None and restarts.origin_of(spec) == origin:
                 copies.forget(ident)
 
-    def _watch(self, attempt: Signed, word: _Word) -> _Watch:
-        watch = _Watch(attempt, word.secretive)
+    def _watch(self, attempt: Signed, word: _Word, age_s: float = 0.0) -> _Watch:
+        watch = _Watch(attempt, word.secretive, time.monotonic() - age_s)
+        self._ends.drop(attempt.spec.id)
         self.agreements.heard(attempt.spec.id)  # at the latest: an agent started anew
         self._watches[attempt.spec.id] = watch
         watch.task = self._background.spawn(self._listen(watch, word.sources))
@@ -464,7 +521,10 @@ class Restarts:
 
         async def succeed(left_s: float) -> str:
             watch.succeeding = True
-            return await self._succeed(watch.attempt, secrets, seconds=left_s)
+            return await self._succeed(watch.attempt, secrets, seconds=left_s, say=say)
+
+        def say(why: str) -> None:
+            watch.waiting = why[:512]
 
         standing = self._background.spawn(
             stand_in(
@@ -482,12 +542,18 @@ class Restarts:
             found = standing.result()
         except KeeperBackError:
             watch.succeeding = False
+            watch.waiting = ""
             return True
         except GpuLayerError as error:
             log.warning("job %s, which fell silent, is not restarted: %s", spec.id, error)
+            if not isinstance(error, EndedError):  # nobody says how
+                self._not_restarted(watch, error.message)
         else:
             if isinstance(found, JobRecord):  # it had ended
                 self._forget_copies(spec)
+                self._ends.keep(replace(found, spec=spec))
+            else:
+                self._watch_over(watch, successor=found)
             what = found if isinstance(found, str) else found.state.value
             log.info("job %s, which fell silent: %s", spec.id, what)
         finally:
@@ -520,9 +586,13 @@ class Restarts:
         while True:
             asked = one.clock()
             with contextlib.suppress(GpuLayerError):
-                await self._site.call(witness, "POST", path, body, deadline_s=WATCH_S)
+                answer = await self._site.call(witness, "POST", path, body, deadline_s=WATCH_S)
+                plain = wire.unpack(answer) if answer else None
+                event: job.Event = job.Watched(witness, asked)
+                if plain is not None:
+                    event = job.StopRequested(wire.decode_as(_Stopped, plain).by)
                 if one.kept is not None:
-                    self._host.on_keeper(one, job.Watched(witness, asked))
+                    self._host.on_keeper(one, event)
             await asyncio.sleep(WATCH_S)
 
     # --- the next attempt ------------------------------------------------------------------------
@@ -584,12 +654,13 @@ class Restarts:
         one = self._host.jobs.get(attempt)
         return None if one is None else one.clock() - one.machine.heard
 
-    async def _stop(self, ident: str) -> None:
-        bound = self.agreements.bound(ident)
-        order = wire.pack({"grace_s": None, "kill": False})
-        if bound is not None:
-            keeper = bound.spec.slots[0].node
-            await self._site.call(keeper, "POST", f"/v1/jobs/{ident}/stop", order)
+    async def _stop(self, ident: str, by: str) -> None:
+        """Stop an attempt that this node agreed to, if there is one."""
+        order = wire.pack({"grace_s": None, "kill": False, "by": by})
+        with contextlib.suppress(GpuLayerError):
+            if (bound := self.agreements.bound(ident)) is not None:
+                keeper = bound.spec.slots[0].node
+                await self._site.call(keeper, "POST", f"/v1/jobs/{ident}/stop", order)
 
     async def _ask_all(self, nodes: Iterable[NodeId], path: str, body: bytes) -> None:
         """Tell several nodes the same; one that does not hear it finds out by itself."""

@@ -490,7 +490,7 @@ async def stand_in(
     voters = ran.spec.voters
     place = voters.index(ground.node)
     earlier = voters[:place]
-    # A witness has no word on the job; the one before this one has begun by then.
+    # Witnesses miss the keeper all at once: the one before this one has begun by then.
     after_s += STAGGER_S * max(0, place - len(ran.spec.slots))
     begins = loop.time() + after_s
     until = begins + seconds
