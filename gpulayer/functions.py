@@ -154,7 +154,9 @@ class Job:
         failure = self._record.failure
         said = "".join(f"\n  {line}" for line in (failure.tail if failure else ()))
         why = failure.reason if failure else self._record.cause
-        where = f"rank {failure.rank} on {failure.node}: " if failure and said else ""
+        where = ""
+        if failure is not None and failure.rank is not None:
+            where = f"rank {failure.rank} on {failure.node}: "
         raise JobFailedError(
             f"job {self.id} ({self._record.spec.name}) {self._record.state.value}: "
             f"{where}{why}{said}",
@@ -172,8 +174,6 @@ class Job:
         """Return what to raise where a job succeeded, and all its files are here, but no result."""
         from gpulayer_mesh.core.jobspec import JobKind
 
-        from gpulayer.views import rank_nodes
-
         spec = self._record.spec
         if spec.kind is not JobKind.FUNCTION:
             return JobFailedError(
@@ -182,10 +182,9 @@ class Job:
                 hint=f"its files: gpulayer get {self.id}",
             )
         return JobFailedError(
-            f"job {self.id} ({spec.name}): the process of rank {rank} on {rank_nodes(spec)[rank]} "
-            f"ended with exit code 0 before {spec.name} returned",
+            f"job {self.id} ({spec.name}): what rank {rank} returned is not among its files",
             1,
-            hint="something called os._exit(0) there: return in its place",
+            hint=f"gpulayer logs {self.id}",
         )
 
 

@@ -643,4 +643,6 @@ def _ending(status: RankStatus) -> str:
         return "stopped"
     if status.signal is not None:
         return f"killed by signal {status.signal}"
+    if status.no_result:
+        return "ended without a result"
     return "finished" if status.exit_code == 0 else f"exit code {status.exit_code}"

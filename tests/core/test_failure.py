@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from gpulayer_mesh.core.failure import (
@@ -177,3 +178,12 @@ def test_kill_is_told_with_what_is_known_of_memory(
     )
     assert describe(status) == words
     assert exit_code(status) == 137
+
+
+def test_function_that_left_no_result_failed_whatever_its_exit_code() -> None:
+    status = replace(exited(1, 0, "working"), no_result=True)
+    assert is_failure(status)
+    found = first_failure([("box-0", exited(0)), ("box-1", status)])
+    assert found is not None
+    assert (found.rank, found.code, found.tail) == (1, 1, ("working",))
+    assert found.reason.startswith("ended without a result: something called os._exit(0)")

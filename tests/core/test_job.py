@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from gpulayer_mesh.core import hosted
 from gpulayer_mesh.core.job import (
@@ -500,6 +502,14 @@ def test_no_attempt_follows_the_last(fields: dict[str, object]) -> None:
     keeper.hear(report(1, ENDED, exited(1, 7)))
     keeper.hear(report(0, ENDED, exited(0, 0, stopped=True)))
     assert keeper.state is JobState.FAILED
+
+
+def test_function_that_returned_nothing_is_no_success_and_started_again() -> None:
+    keeper = Keeper(1, restarts=1, voters=(node(0), node(1), node(2))).run()
+    keeper.hear(report(0, ENDED, replace(exited(0), no_result=True)))
+    assert keeper.state is JobState.RESTARTING
+    assert keeper.failed[:3] == (0, "box-0", 1)
+    assert keeper.failed[3].startswith("ended without a result")
 
 
 def test_neither_success_nor_a_stop_is_followed_by_an_attempt() -> None:

@@ -68,7 +68,7 @@ if __name__ == "__main__":
     try:
         gpulayer.submit("work:leaves", target="box-2").result()
     except gpulayer.JobFailedError as error:
-        assert "rank 0 on box-2 ended with exit code 0 before work:leaves ret" in str(error), error
+        assert "failed: rank 0 on box-2: ended without a result: somethi" in str(error), error
     else:
         raise AssertionError("it returned something")
     asleep = gpulayer.submit(work.sleeps)

@@ -25,6 +25,7 @@ from gpulayer_mesh.core import wire
 from gpulayer_mesh.core.jobspec import (
     HostPhase,
     HostReport,
+    JobKind,
     JobRecord,
     JobSpec,
     JobState,
@@ -33,6 +34,7 @@ from gpulayer_mesh.core.jobspec import (
     Slot,
 )
 from gpulayer_mesh.core.manifest import Manifest, pack_manifest
+from gpulayer_mesh.core.ownfiles import FUNCTION_RESULT
 from gpulayer_mesh.errors import (
     GpuLayerError,
     NotAllowedError,
@@ -606,6 +608,31 @@ async def test_job_of_a_removed_submitter_ends(mesh: Mesh) -> None:
 
 
 # --- a new agent ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [JobKind.FUNCTION, JobKind.COMMAND])
+@pytest.mark.parametrize("returns", [True, False])
+@pytest.mark.parametrize("agent", ["stays", "comes back"])
+async def test_function_must_leave_a_result(
+    mesh: Mesh, kind: JobKind, returns: bool, agent: str
+) -> None:
+    place = f"os.environ['GPULAYER_OUT'] + '/{FUNCTION_RESULT}'"
+    leave = f"os.makedirs(os.path.dirname({place})); open({place}, 'w').close()\n"
+    (box,) = await running(mesh, mesh.spec(kind=kind, code=WAITS + leave * returns))
+    if agent == "comes back":
+        await box.crash()
+    (box.work / "finish").touch()
+    if agent == "comes back":
+        await eventually(lambda: not box.shims.alive(box.work.parent))
+        (box,) = await mesh.start("box-0")
+    await eventually(lambda: box.state() in hosting.OVER)
+    failure = box.host.jobs[JOB].current_record().failure
+    if returns or kind is JobKind.COMMAND:
+        assert (box.state(), failure) == (JobState.SUCCEEDED, None)
+        return
+    assert failure is not None
+    assert (failure.rank, failure.code) == (0, 1)
+    assert failure.reason.startswith("ended without a result")
 
 
 async def test_new_agent_takes_over_running_ranks(mesh: Mesh) -> None:

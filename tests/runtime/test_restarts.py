@@ -373,6 +373,19 @@ async def test_result_of_an_attempt_that_failed_is_not_found_by_the_next(
 
 
 @pytest.mark.timeout(120)
+async def test_function_that_returned_nothing_is_called_again(mesh: Mesh, quick: None) -> None:
+    zero, *_ = await mesh.start("box-0", "box-1", "box-2")
+    code = "import os\nif os.environ['GPULAYER_RESTART'] == '0': os._exit(0)\n" + LEAVES
+    await mesh.stage(first(mesh, kind=JobKind.FUNCTION, code=code).spec)
+    await zero.ask("laptop", "POST", "go", ORDER)
+    await eventually(lambda: bool(zero.host.jobs[JOB].current_record().successor))
+    failure = zero.host.jobs[JOB].current_record().failure
+    assert failure is not None
+    assert failure.reason.startswith("ended without a result")
+    assert "attempt 1 from [] []" in await ran(zero)
+
+
+@pytest.mark.timeout(120)
 async def test_job_that_has_ended_is_not_restarted_by_who_was_cut_off_meanwhile(
     mesh: Mesh, quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -56,11 +56,16 @@ _SIGNALS = {
 }
 
 
+def ended_well(status: RankStatus) -> bool:
+    """Return whether a rank came to its end, and a function to its result."""
+    return status.exit_code == 0 and not status.no_result
+
+
 def is_failure(status: RankStatus) -> bool:
     """Return whether a rank ended badly by itself."""
     if status.state is not RankState.EXITED or status.stopped:
         return False
-    return status.signal is not None or status.exit_code != 0
+    return not ended_well(status)
 
 
 def is_consequence(status: RankStatus) -> bool:
@@ -85,11 +90,15 @@ def exit_code(status: RankStatus) -> int:
     """Return the code the caller's process takes: the rank's, or 128 + signal."""
     if status.signal is not None:
         return 128 + status.signal
-    return status.exit_code if status.exit_code is not None else 1
+    if status.exit_code is None or status.no_result:
+        return 1
+    return status.exit_code
 
 
 def describe(status: RankStatus) -> str:
     """Say in one clause how a rank ended and what probably caused it."""
+    if status.no_result:
+        return "ended without a result: something called os._exit(0) before the function returned"
     if status.signal is None:
         code = status.exit_code
         text = "exit code unknown" if code is None else f"exit code {code}"

@@ -145,6 +145,7 @@ class RankExited:
     memory_peak_mib: int | None = None
     memory_limit_mib: int | None = None
     memory_kill: MemoryKill | None = None
+    no_result: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,6 +408,7 @@ class HostedJob:
             memory_peak_mib=event.memory_peak_mib,
             memory_limit_mib=event.memory_limit_mib,
             memory_kill=event.memory_kill,
+            no_result=event.no_result,
         )
         if is_failure(status):
             status = replace(status, tail=_bounded(event.tail))

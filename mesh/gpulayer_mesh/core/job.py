@@ -271,7 +271,7 @@ class _Host:
 
     @property
     def succeeded(self) -> bool:
-        return self.ranks_gone and all(rank.exit_code == 0 for rank in self.report.ranks)
+        return self.ranks_gone and all(map(failure.ended_well, self.report.ranks))
 
 
 class KeptJob:

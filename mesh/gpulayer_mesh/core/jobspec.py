@@ -137,6 +137,7 @@ class RankStatus:
     memory_peak_mib: int | None = None
     memory_limit_mib: int | None = None  # only of a rank that was killed
     memory_kill: MemoryKill | None = None  # None: not killed, or not known
+    no_result: bool = False  # its function did not return: failed, whatever the exit code
 
 
 class HostPhase(StrEnum):

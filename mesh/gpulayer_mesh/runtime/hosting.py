@@ -24,18 +24,21 @@ from msgspec import Meta
 
 from gpulayer_mesh.core import hosted, job, restarts, retention, wire
 from gpulayer_mesh.core.devicecare import unfit
+from gpulayer_mesh.core.failure import ended_well
 from gpulayer_mesh.core.jobspec import (
     OVER,
     Failure,
     GoOrder,
     HostPhase,
     HostReport,
+    JobKind,
     JobRecord,
     JobSpec,
     JobState,
     RankState,
 )
 from gpulayer_mesh.core.lease import Reservations
+from gpulayer_mesh.core.ownfiles import FUNCTION_RESULT
 from gpulayer_mesh.core.rankenv import HostContext, rank_argv, rank_environment
 from gpulayer_mesh.core.roster import RosterBook
 from gpulayer_mesh.core.tickets import RESTART, Standing, Ticket, Tickets
@@ -217,7 +220,7 @@ class JobHost:
     def _keep_for_next(self, one: LiveJob) -> None:
         """Let nobody have what a failed attempt had before the next one was there to ask for it."""
         ranks = one.report().ranks
-        failed = any(rank.exit_code != 0 for rank in ranks if rank.state is RankState.EXITED)
+        failed = any(not ended_well(rank) for rank in ranks if rank.state is RankState.EXITED)
         if one.may_be_restarted and failed and one.record.state not in OVER:
             with contextlib.suppress(PlacementBusyError):  # too many wait
                 self.take_ticket(restarts.place_of_next(one.spec))
@@ -585,7 +588,7 @@ class JobHost:
                 tail = await asyncio.to_thread(
                     self.site.shims.tail_lines, one.path, event.rank, TAIL_LINES
                 )
-                event = replace(event, tail=tail)
+                event = replace(event, tail=tail, no_result=_returned_nothing(one, event))
             self.on_host(one, event)
 
     def _shim_config(self, one: LiveJob, order: GoOrder) -> ShimConfig:
@@ -766,6 +769,13 @@ def _size_of(folder: Path) -> int:
             with contextlib.suppress(FileNotFoundError):  # another job's end removed it
                 size += (Path(where) / name).lstat().st_size
     return size
+
+
+def _returned_nothing(one: LiveJob, event: hosted.RankExited) -> bool:
+    """Return whether a rank ended of itself, as if well, before its function had returned."""
+    if one.spec.kind is not JobKind.FUNCTION or event.stopped or event.code != 0:
+        return False
+    return not os.path.isfile(one.path / "out" / f"rank{event.rank}" / FUNCTION_RESULT)
 
 
 def _due(at: float | None, now: float) -> bool:
