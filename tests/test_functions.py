@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from gpulayer_mesh.client import MeshClient
 from gpulayer_mesh.core.jobspec import Failure, JobKind, JobRecord, JobState
-from gpulayer_mesh.core.ownfiles import FUNCTION_RESULT
+from gpulayer_mesh.core.ownfiles import FUNCTION_HOPELESS, FUNCTION_RESULT
 from gpulayer_mesh.errors import ConfigError, TransportError
 from job_cases import JOB, node, spec
 
@@ -127,23 +127,27 @@ def test_rank_calls_the_function_and_leaves_its_result(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "text"),
+    ("body", "text", "hopeless"),
     [
-        ("def f(): raise KeyError('lost')", "KeyError: 'lost'"),
-        ("def g(): pass", "work has no 'f'"),
-        ("f = 3", "is a int, which cannot be called"),
-        ("def f(): return object()", "the result of work:f is a builtins.object"),
-        ("async def f(): pass", "is a coroutine function"),
-        ("import sys\ndef f(): sys.exit()", "work:f ended in sys.exit() and returned nothing"),
-        ("import sys\ndef f(): pass\nsys.exit(0)", "work:f ended in sys.exit()"),
-        ("import sys\ndef f(): sys.exit('no data')", "no data"),
-        ("import gpulayer\ndef f(): gpulayer.submit('work:f')", "submit() was called in a job"),
+        ("def f(): raise KeyError('lost')", "KeyError: 'lost'", False),
+        ("def g(): pass", "work has no 'f'", True),
+        ("f = 3", "is a int, which cannot be called", True),
+        ("def f(): return object()", "the result of work:f is a builtins.object", True),
+        ("def f(): return [lambda: 1]", "hint: None, numbers, text, bytes, tensors", True),
+        ("async def f(): pass", "is a coroutine function", True),
+        ("import absent\ndef f(): pass", "No module named 'absent'", False),
+        ("import sys\ndef f(): sys.exit()", "work:f ended in sys.exit() and returned noth", False),
+        ("import sys\ndef f(): pass\nsys.exit(0)", "work:f ended in sys.exit()", False),
+        ("import sys\ndef f(): sys.exit('no data')", "no data", False),
+        ("import gpulayer\ndef f(): gpulayer.submit('work:f')", "submit() was called in", False),
     ],
 )
-def test_rank_fails_with_the_reason(body: str, text: str, tmp_path: Path) -> None:
+def test_rank_fails_with_the_reason(body: str, text: str, hopeless: bool, tmp_path: Path) -> None:
     done = run_called(tmp_path, body, "work:f")
     assert done.returncode == 1
     assert text in done.stderr
+    assert (tmp_path / "out" / FUNCTION_HOPELESS).exists() is hopeless
+    assert not (tmp_path / "out" / FUNCTION_RESULT).exists()
 
 
 INTERRUPTED = """

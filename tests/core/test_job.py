@@ -512,6 +512,20 @@ def test_function_that_returned_nothing_is_no_success_and_started_again() -> Non
     assert keeper.failed[3].startswith("ended without a result")
 
 
+def test_failure_that_would_come_again_is_final_and_says_so() -> None:
+    keeper = Keeper(1, 1, restarts=1).run()
+    effects = keeper.hear(report(0, ENDED, replace(exited(0, 1), hopeless=True)))
+    effects += keeper.hear(report(1, ENDED, exited(1, 1, GLOO)))
+    assert not any(isinstance(effect, Restart) for effect in effects)
+    assert keeper.state is JobState.FAILED
+    assert keeper.failed == (0, "box-0", 1, "exit code 1; not restarted: it would end so each time")
+    # A rank that only lost its peer to it does not hide it, nor does it hide a cause of another.
+    keeper = Keeper(1, 1, restarts=1).run()
+    keeper.hear(report(0, ENDED, exited(0, 7, age=2.0)))
+    keeper.hear(report(1, ENDED, replace(exited(1, 1), hopeless=True)))
+    assert keeper.state is JobState.RESTARTING
+
+
 def test_neither_success_nor_a_stop_is_followed_by_an_attempt() -> None:
     keeper = Keeper(1, 1, restarts=1).run()
     for index in (0, 1):

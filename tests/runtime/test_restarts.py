@@ -58,6 +58,15 @@ for name in (".gpulayer-result/value", ".gpulayer-result/resume/0.json", "own"):
 print("left", flush=True)
 time.sleep(600)
 """
+# What a rank of `submit` does, of a module that has no such function.
+CALLS = """
+from pathlib import Path
+from gpulayer import called, values
+file = Path(called.ARGUMENTS)
+file.parent.mkdir()
+file.write_bytes(values.pack([[], {}], "the call"))
+called.main(["called", "json:absent"])
+"""
 
 
 @pytest.fixture
@@ -383,6 +392,19 @@ async def test_function_that_returned_nothing_is_called_again(mesh: Mesh, quick:
     assert failure is not None
     assert failure.reason.startswith("ended without a result")
     assert "attempt 1 from [] []" in await ran(zero)
+
+
+@pytest.mark.timeout(120)
+async def test_function_that_can_never_return_is_not_called_again(mesh: Mesh) -> None:
+    zero, *_ = await mesh.start("box-0", "box-1", "box-2")
+    await mesh.stage(first(mesh, kind=JobKind.FUNCTION, code=CALLS).spec)
+    await zero.ask("laptop", "POST", "go", ORDER)
+    await eventually(lambda: zero.host.jobs[JOB].current_record().state in OVER)
+    record = zero.host.jobs[JOB].current_record()
+    assert (record.state, record.successor) == (JobState.FAILED, "")
+    assert record.failure is not None
+    assert record.failure.reason == "exit code 1; not restarted: it would end so each time"
+    assert record.failure.tail[-1].endswith("json has no 'absent'")
 
 
 @pytest.mark.timeout(120)

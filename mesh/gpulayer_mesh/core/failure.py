@@ -126,7 +126,7 @@ def first_failure(ranks: Iterable[tuple[str, RankStatus]]) -> Failure | None:
         failed,
         key=lambda item: (is_consequence(item[1]), -(item[1].ended_age_s or 0.0), item[1].rank),
     )
-    return Failure(first.rank, node, exit_code(first), describe(first), first.tail)
+    return Failure(first.rank, node, exit_code(first), describe(first), first.tail, first.hopeless)
 
 
 def _likely_cause(status: RankStatus, name: str) -> str:

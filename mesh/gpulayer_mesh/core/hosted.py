@@ -146,6 +146,7 @@ class RankExited:
     memory_limit_mib: int | None = None
     memory_kill: MemoryKill | None = None
     no_result: bool = False
+    hopeless: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,6 +410,7 @@ class HostedJob:
             memory_limit_mib=event.memory_limit_mib,
             memory_kill=event.memory_kill,
             no_result=event.no_result,
+            hopeless=event.hopeless,
         )
         if is_failure(status):
             status = replace(status, tail=_bounded(event.tail))

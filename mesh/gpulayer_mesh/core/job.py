@@ -561,10 +561,12 @@ class KeptJob:
                 cause = self._rank_cause(now) or self._problem() or self._lost()
                 self.failure = cause or self.failure
             if all(host.over for host in hosts) or (self._late(now) and self._killed):
-                if self._may_restart():
-                    self._move(now, event, Stage.RESTARTING, now + RESTART_S)
-                else:
+                if not self._may_restart():
                     self._end(now, event)
+                elif self.failure is not None and self.failure.hopeless:
+                    self._not_restarted(now, event, "it would end so each time")
+                else:
+                    self._move(now, event, Stage.RESTARTING, now + RESTART_S)
             elif self._late(now):
                 self._kill(now)
         if self.stage is Stage.RESTARTING and self._late(now):

@@ -138,6 +138,7 @@ class RankStatus:
     memory_limit_mib: int | None = None  # only of a rank that was killed
     memory_kill: MemoryKill | None = None  # None: not killed, or not known
     no_result: bool = False  # its function did not return: failed, whatever the exit code
+    hopeless: bool = False  # no other attempt would end better
 
 
 class HostPhase(StrEnum):
@@ -174,6 +175,7 @@ class Failure:
     code: int  # the exit code the caller's process takes
     reason: str  # "exit code 7", "killed by signal 9 (SIGKILL): ...", "node lost: ..."
     tail: tuple[str, ...] = ()
+    hopeless: bool = False  # as in RankStatus
 
 
 @dataclass(frozen=True, slots=True)

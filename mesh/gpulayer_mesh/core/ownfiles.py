@@ -8,6 +8,7 @@ from __future__ import annotations
 
 FOLDER = ".gpulayer-result"
 FUNCTION_RESULT = f"{FOLDER}/value"  # what a submitted function returned
+FUNCTION_HOPELESS = f"{FOLDER}/hopeless"  # is there where no other attempt would return either
 SERVICE_STATE = f"{FOLDER}/service.json"  # what became of a service's process
 RESUME = f"{FOLDER}/resume"  # what the next attempt of a job goes on from; stays there
 

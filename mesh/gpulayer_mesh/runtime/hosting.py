@@ -38,7 +38,7 @@ from gpulayer_mesh.core.jobspec import (
     RankState,
 )
 from gpulayer_mesh.core.lease import Reservations
-from gpulayer_mesh.core.ownfiles import FUNCTION_RESULT
+from gpulayer_mesh.core.ownfiles import FUNCTION_HOPELESS, FUNCTION_RESULT
 from gpulayer_mesh.core.rankenv import HostContext, rank_argv, rank_environment
 from gpulayer_mesh.core.roster import RosterBook
 from gpulayer_mesh.core.tickets import RESTART, Standing, Ticket, Tickets
@@ -588,7 +588,9 @@ class JobHost:
                 tail = await asyncio.to_thread(
                     self.site.shims.tail_lines, one.path, event.rank, TAIL_LINES
                 )
-                event = replace(event, tail=tail, no_result=_returned_nothing(one, event))
+                event = replace(event, tail=tail)
+                if one.spec.kind is JobKind.FUNCTION and not event.stopped:
+                    event = _with_outcome(event, one.path / "out" / f"rank{event.rank}")
             self.on_host(one, event)
 
     def _shim_config(self, one: LiveJob, order: GoOrder) -> ShimConfig:
@@ -771,11 +773,11 @@ def _size_of(folder: Path) -> int:
     return size
 
 
-def _returned_nothing(one: LiveJob, event: hosted.RankExited) -> bool:
-    """Return whether a rank ended of itself, as if well, before its function had returned."""
-    if one.spec.kind is not JobKind.FUNCTION or event.stopped or event.code != 0:
-        return False
-    return not os.path.isfile(one.path / "out" / f"rank{event.rank}" / FUNCTION_RESULT)
+def _with_outcome(event: hosted.RankExited, out: Path) -> hosted.RankExited:
+    """Add what the files of a rank tell of its function, which the exit code does not."""
+    if event.code == 0:
+        return replace(event, no_result=not os.path.isfile(out / FUNCTION_RESULT))
+    return replace(event, hopeless=os.path.isfile(out / FUNCTION_HOPELESS))
 
 
 def _due(at: float | None, now: float) -> bool:
