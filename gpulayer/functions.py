@@ -223,7 +223,7 @@ def submit(
         env, secrets: variables for the ranks; a list of names takes this process's values.
         stop_grace_s: what the ranks get to end after a stop.
         wait_s: how long to queue for busy machines at most; None: as long as it takes, 0: not at
-            all. Then PlacementBusyError is raised.
+            all. Then PlacementBusyError is raised. A restart waits for as long, by default a day.
         restarts: how often all calls start again after a lost machine or a failure, 0 to 20.
         root: the folder that is shipped and imported from; default: the one of the script that
             runs, or the working directory in a notebook or REPL.

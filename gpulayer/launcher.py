@@ -23,6 +23,7 @@ from gpulayer_mesh.core.jobspec import (
     JOB_ID_ALPHABET,
     JOB_ID_CHARS,
     RESTARTS_MAX,
+    WAIT_MAX_S,
     Failure,
     JobKind,
     JobRecord,
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from gpulayer.bundle import Bundle, Scan
     from gpulayer.ui import Ui
 
-WAIT_MAX_S = 10_000_000  # 115 days; whoever means longer means None
 SAME_PRESS_S = 0.3  # signals closer than this are one wish; nobody presses Ctrl-C twice so fast
 _NO_SCRIPT = "there is no script to run on the other machines: this is a notebook, REPL or -c"
 _SAVE_IT = (
@@ -472,6 +472,7 @@ def _spec(
         attempt=attempt,
         target=(request.target,) if isinstance(request.target, str) else request.target,
         restarts=request.restarts,
+        wait_s=request.wait_s,
         voters=voters,
     )
 

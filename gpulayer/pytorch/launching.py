@@ -77,7 +77,7 @@ def launch(
         target: "auto", "local", "mesh", node names, "zone:NAME", "!NAME".
         env, secrets: variables for the ranks; a list of names takes this process's values.
         wait_s: how long to queue for busy machines at most; None: as long as it takes, 0: not at
-            all. Then it exits with code 4.
+            all. Then it exits with code 4. A restart waits for as long, by default a day.
         restarts: how often the whole job may start again after a lost machine or a failed rank.
             What the ranks had written is there again; the script loads it.
     """

@@ -13,6 +13,7 @@ from gpulayer_mesh.core.restarts import (
     choose_voters,
     majority,
     next_spec,
+    patience_s,
     replan,
 )
 from gpulayer_mesh.core.types import Accelerator, NodeState, Role
@@ -86,6 +87,11 @@ def test_voters_are_at_least_three_where_there_are() -> None:
     assert choose_voters(four, mesh(*boxes)) == tuple(box.node for box in boxes)
     assert choose_voters(slots, mesh(boxes[1])) == (boxes[1].node,)
     assert [majority(range(count)) for count in (1, 2, 3, 4, 5)] == [1, 2, 2, 3, 3]  # type: ignore[arg-type]
+
+
+def test_next_attempt_waits_as_long_as_its_job_and_for_a_day_by_default() -> None:
+    waits = [patience_s(replace(first(), wait_s=wait_s)) for wait_s in (None, 0.0, 60.0)]
+    assert waits == [86400.0, 10.0, 60.0]
 
 
 def test_lost_voters_are_voters_again_where_others_are_too_few() -> None:

@@ -127,7 +127,7 @@ def test_lost_machine_of_rank_0_is_replaced_and_nothing_is_lost(whole: LanMesh) 
 
 
 TRAINER = """
-import os, signal, sys
+import os, signal, sys, time
 import torch
 from gpulayer.pytorch import Module, ModelCheckpoint, Trainer, seed_everything
 from torch.utils.data import DataLoader, TensorDataset
@@ -146,9 +146,12 @@ class Net(Module):
         loss = torch.nn.functional.mse_loss(self.layers(x), y)
         self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         first = os.environ.get("GPULAYER_RESTART") == "0"
-        if first and sys.argv[1] == "dies" and self.trainer.global_step == 17:
-            if self.trainer.global_rank == 1:
+        if first and self.trainer.global_step == 17:
+            if sys.argv[1] == "dies" and self.trainer.global_rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if sys.argv[1] == "lost" and self.trainer.global_rank == 0:
+                print("at step 17", flush=True)
+                time.sleep(600)
         return loss
 
     def configure_optimizers(self):
@@ -171,22 +174,35 @@ print("BEST", os.path.exists(best.best_model_path), os.path.basename(best.best_m
 """
 
 
-def test_trainer_goes_on_to_the_bit_after_a_rank_was_killed(whole: LanMesh) -> None:
+def has_copy(box: Host, name: bytes) -> bool:
+    """Whether a box holds a copy of a file, by its lists of them."""
+    return any(name in held.read_bytes() for held in box.home.rglob("copies/*/*/slot*"))
+
+
+def test_trainer_goes_on_to_the_bit_after_a_rank_or_the_machine_of_rank_0_is_lost(
+    whole: LanMesh,
+) -> None:
     folder = whole.laptop.home / "trainer"
     folder.mkdir()
     (folder / "train.py").write_text(TRAINER)
     said = []
-    for how in ("lives", "dies"):
+    for how in ("lives", "dies", "lost"):
         run = whole.laptop.popen(["python", "train.py", how], cwd=folder)
+        if how == "lost":
+            lost = whole.lan[run.expect(r"^\[0\|(\S+)\] at step 17", 60)[1]]
+            others = [box for box in whole.boxes if box is not lost]
+            until(lambda: any(has_copy(box, b"step=15.ckpt") for box in others), 30)  # noqa: B023
+            power_off(lost)
         assert run.wait(120) == 0, run.output()
-        assert ("restart 1 runs as job" in run.output()) is (how == "dies")
+        assert ("restart 1 runs as job" in run.output()) is (how != "lives")
+        assert ("fit goes on in epoch" in run.output()) is (how != "lives")
         said.append(re.findall(r"^(?:WEIGHTS|AT|BEST) .*$", run.output(), re.MULTILINE))
-    assert said[0] == said[1]
+    assert said[0] == said[1] == said[2]
     assert len(said[0]) == 3
     assert said[0][2].startswith("BEST True ")
     jobs_home = sorted((folder / "gpulayer_jobs").iterdir(), key=lambda path: path.stat().st_mtime)
     rows = [next(home.rglob("metrics.csv")).read_text() for home in jobs_home]
-    assert rows[0] == rows[1]
+    assert rows[0] == rows[1] == rows[2]
 
 
 def test_job_on_one_machine_goes_on_elsewhere_when_that_is_lost(whole: LanMesh) -> None:
@@ -227,6 +243,17 @@ def test_job_that_waits_for_a_machine_to_start_again_can_be_stopped(whole: LanMe
     whole.gpulayer("stop", str(jobs(whole)[0]["job"]))
     assert run.wait(60) == 130, run.output()
     assert jobs(whole)[0]["state"] == "cancelled"
+    assert whole.ranks() == []
+
+
+def test_job_without_a_replacement_fails_once_it_has_waited_enough(whole: LanMesh) -> None:
+    run, _ = start(whole, "few", "--nodes", "3", "--restarts", "1", "--no-wait")
+    lost = host_of(whole, run, 2)
+    run.expect(r"^\[0\|\S+\] counted to 40", 60)
+    power_off(lost)
+    assert run.wait(120) == 1, run.output()
+    assert re.search(rf"node lost: {lost.name} .*; not restarted: asked for 1 node", run.output())
+    assert jobs(whole)[0]["state"] == "failed"
     assert whole.ranks() == []
 
 

@@ -18,6 +18,7 @@ JobId = Annotated[str, Meta(pattern="^[0-9a-hjkmnp-tv-z]{10}$")]
 JOB_ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 JOB_ID_CHARS = 10
 RESTARTS_MAX = 20
+WAIT_MAX_S = 10_000_000  # 115 days; whoever means longer means None
 VOTERS_MAX = 1026  # every slot, and two more where there is but one
 OUTPUTS_MAX = 100_000  # files listed per node; a list of them is 20 MB on the wire
 STAYED_MAX = 100  # named per node; nobody reads on, and the rest is counted
@@ -102,6 +103,8 @@ class JobSpec:
     origin: Annotated[str, Meta(max_length=JOB_ID_CHARS)] = ""  # the first attempt, "" for it
     # The nodes of which most must agree to the next attempt: those of the slots first.
     voters: Annotated[tuple[NodeId, ...], Meta(max_length=VOTERS_MAX)] = ()
+    # How long it may wait for machines, before the start and again before each next attempt.
+    wait_s: Annotated[float, Meta(ge=0, le=WAIT_MAX_S)] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,8 @@ from gpulayer_mesh.core.tickets import RESTART, Ticket
 from gpulayer_mesh.core.types import NodeId, NodeState, Role, Snapshot
 from gpulayer_mesh.errors import PlacementError, RemoteProtocolError
 
+WAIT_S = 86400.0  # for machines or voters: one may come back the next morning
+WAIT_MIN_S = 10.0  # devices may take seconds to be free again
 VOTERS_MIN = 3  # of two, none may act once the other is lost
 
 
@@ -150,6 +152,11 @@ def choose_voters(
     lost = [node for node in before if any(member.node == node for member in workers)]
     others = dict.fromkeys((*(member.node for member in alive), *lost))
     return (*nodes, *list(others)[: max(0, VOTERS_MIN - len(nodes))])
+
+
+def patience_s(spec: JobSpec) -> float:
+    """Return how long a next attempt may wait for machines."""
+    return WAIT_S if spec.wait_s is None else max(WAIT_MIN_S, spec.wait_s)
 
 
 def place_of_next(previous: JobSpec) -> Ticket:

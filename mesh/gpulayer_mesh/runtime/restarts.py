@@ -46,7 +46,6 @@ from gpulayer_mesh.runtime.ground import RECORD_S, Means, MeshGround
 from gpulayer_mesh.runtime.hosting import JobHost
 from gpulayer_mesh.runtime.livejob import CHAIN_MAX, LiveJob, Signed, may_launch, open_signed
 from gpulayer_mesh.runtime.succession import (
-    WAIT_S,
     EndedError,
     KeeperBackError,
     NotRestartedError,
@@ -617,7 +616,7 @@ class Restarts:
         ran: Signed,
         secrets: Mapping[str, str] | None,
         *,
-        seconds: float = WAIT_S,
+        seconds: float | None = None,
         say: Callable[[str], None] = lambda why: None,
     ) -> str:
         if ran.spec.submitter not in self._site.book:

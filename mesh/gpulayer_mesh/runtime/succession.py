@@ -37,7 +37,6 @@ log = logging.getLogger("gpulayer.restarts")
 T = TypeVar("T")
 Order = TypeVar("Order")
 
-WAIT_S = 86400.0  # for a free node, or for voters: a machine may come back the next morning
 RETRY_S = 1.0
 RETRY_MAX_S = 5.0  # once that took long
 STUCK_S = 60.0  # for the nodes of a proposal, which cannot be changed any more
@@ -205,7 +204,7 @@ class Succession(Generic[Order]):
 
     Args:
         ran: that attempt.
-        seconds: for all of it.
+        seconds: for all of it; default: what the job has.
         say: told why it cannot start yet.
     """
 
@@ -214,13 +213,14 @@ class Succession(Generic[Order]):
         ground: Ground[Order],
         ran: Signed,
         *,
-        seconds: float = WAIT_S,
+        seconds: float | None = None,
         say: Callable[[str], None] = lambda why: None,
     ) -> None:
         self._ground = ground
         self._ran = ran
         self._loop = asyncio.get_running_loop()
-        self._until = self._loop.time() + seconds
+        patience_s = restarts.patience_s(ran.spec) if seconds is None else seconds
+        self._until = self._loop.time() + patience_s
         self._say = say
         self._problem = ""
         self._tries = 0
@@ -470,7 +470,6 @@ async def stand_in(
     ran: Signed,
     *,
     after_s: float,
-    seconds: float = WAIT_S,
     succeed: Callable[[float], Awaitable[str]],
 ) -> JobRecord | str:
     """See to the next attempt in the keeper's place, unless a voter before this one does.
@@ -493,7 +492,7 @@ async def stand_in(
     # Witnesses miss the keeper all at once: the one before this one has begun by then.
     after_s += STAGGER_S * max(0, place - len(ran.spec.slots))
     begins = loop.time() + after_s
-    until = begins + seconds
+    until = begins + restarts.patience_s(ran.spec)
     await asyncio.sleep(after_s - ASK_S)
 
     async def word(node: NodeId) -> JobRecord | None:
