@@ -179,6 +179,7 @@ def has_copy(box: Host, name: bytes) -> bool:
     return any(name in held.read_bytes() for held in box.home.rglob("copies/*/*/slot*"))
 
 
+@pytest.mark.timeout(300)
 def test_trainer_goes_on_to_the_bit_after_a_rank_or_the_machine_of_rank_0_is_lost(
     whole: LanMesh,
 ) -> None:
