@@ -174,9 +174,13 @@ print("BEST", os.path.exists(best.best_model_path), os.path.basename(best.best_m
 """
 
 
-def has_copy(box: Host, name: bytes) -> bool:
-    """Whether a box holds a copy of a file, by its lists of them."""
-    return any(name in held.read_bytes() for held in box.home.rglob("copies/*/*/slot*"))
+def has_copy(box: Host, job: str, name: bytes) -> bool:
+    """Whether a box holds a copy of a job's file, by its lists of them."""
+    return any(name in held.read_bytes() for held in box.home.rglob(f"copies/{job}/*/slot*"))
+
+
+def wait_for_copy(boxes: list[Host], job: str, name: bytes) -> None:
+    until(lambda: any(has_copy(box, job, name) for box in boxes), 30)
 
 
 @pytest.mark.timeout(300)
@@ -191,8 +195,8 @@ def test_trainer_goes_on_to_the_bit_after_a_rank_or_the_machine_of_rank_0_is_los
         run = whole.laptop.popen(["python", "train.py", how], cwd=folder)
         if how == "lost":
             lost = whole.lan[run.expect(r"^\[0\|(\S+)\] at step 17", 60)[1]]
-            others = [box for box in whole.boxes if box is not lost]
-            until(lambda: any(has_copy(box, b"step=15.ckpt") for box in others), 30)  # noqa: B023
+            job = run.expect(r"job (\S+) runs train.py", 5)[1]
+            wait_for_copy([box for box in whole.boxes if box is not lost], job, b"step=15.ckpt")
             power_off(lost)
         assert run.wait(120) == 0, run.output()
         assert ("restart 1 runs as job" in run.output()) is (how != "lives")
