@@ -7,6 +7,7 @@ identity and has no privilege of its own; it does not know how anything is print
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -258,7 +259,8 @@ class MeshClient:
 
     def _take_roster(self, signed: bytes) -> None:
         if self.book.offer(signed):
-            identities.save_roster(self.home, self.book)
+            with contextlib.suppress(OSError):  # then the next command is told again
+                identities.save_roster(self.home, self.book)
 
     async def push_roster(self, signed: bytes) -> tuple[list[str], list[str]]:
         """Hand a new roster to every member; return the names reached and not reached."""

@@ -267,6 +267,8 @@ class Shim:
         self._catch_signals()
         self._lease_at = time.monotonic()
         self._event("started", pid=os.getpid(), cookie=self._cookie)
+        if self._pending:  # a full disk: nobody would know of the ranks, nor how to stop them
+            return
         try:
             self._become_reaper()
             self._poll_stop(time.monotonic())

@@ -642,7 +642,13 @@ def test_full_disk_costs_lines_and_new_jobs_but_neither_agent_nor_exit_code(
     assert refused.wait(30) == 1, refused.output()
     assert "No space left on device" in refused.output().splitlines()[-1]
     assert "it ran" not in refused.output()
-    assert newest_job(mesh)["state"] == "running"
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        mesh.agents[tight.name].send_signal(number)
+        mesh.agents[tight.name].wait(10)
+        agent = mesh.start_agent(tight)
+        agent.expect("serves on port", 30)
+        until(lambda: mesh.listed(tight.name), 30)
+        assert newest_job(mesh)["state"] == "running"
     room.touch()
     assert job.wait(30) == 7, job.output()
     lines = re.findall(r"^line \d+$", job.output(), re.MULTILINE)

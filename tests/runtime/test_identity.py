@@ -238,11 +238,29 @@ def test_full_disk_leaves_the_old_file_and_no_rest(
     def full(fd: int) -> None:
         raise OSError(28, "No space left on device")
 
-    before = sorted(os.listdir(founder.home / "mesh"))
+    identities.save_peers(founder.home, {founder.node: (Address("192.0.2.1", 7400),)})
+    before = {path.name: path.read_bytes() for path in (founder.home / "mesh").iterdir()}
     monkeypatch.setattr(os, "fsync", full)
+    identities.save_peers(founder.home, {})  # only hints: that must end no command
     with pytest.raises(OSError, match="No space"):
-        identities.save_peers(founder.home, {})
-    assert sorted(os.listdir(founder.home / "mesh")) == before
+        identities.admit(founder, request_of(founder, "other"), (Role.WORKER,), {})
+    assert {path.name: path.read_bytes() for path in (founder.home / "mesh").iterdir()} == before
+
+
+@pytest.mark.parametrize(("known", "then"), [("9\n", "10\n"), ("0041", "42\n"), (" 7 \n", "8\n")])
+def test_boot_epoch_rises_where_the_disk_takes_no_new_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: str, then: str
+) -> None:
+    def full(path: Path, data: bytes, **_: bool) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "boot").write_text(known)
+    monkeypatch.setattr(identities, "replace_file", full)
+    assert identities.next_boot(tmp_path) == int(then)
+    assert (tmp_path / "boot").read_text() == then
+    (tmp_path / "boot").unlink()
+    with pytest.raises(OSError, match="boot"):
+        identities.next_boot(tmp_path)
 
 
 def test_loading_an_identity_does_not_import_x509() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from gpulayer_mesh.config import AgentConfig
 from gpulayer_mesh.core.joining import JoinRequest
 from gpulayer_mesh.core.types import Address, Role
 from gpulayer_mesh.errors import ExitCode, RemovedError
+from gpulayer_mesh.runtime import agent as running
 from gpulayer_mesh.runtime import identity as identities
 from gpulayer_mesh.runtime.agent import Agent
 
@@ -23,6 +25,44 @@ WAIT_S = 30.0
 
 def agent(home: Path) -> Agent:
     return Agent(AgentConfig(home=home, name=home.name, bind=(HOST,), port=24433))
+
+
+async def test_member_is_out_at_once_though_the_disk_refuses_the_roster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    laptop = identities.load_or_create(tmp_path / "laptop")
+    identities.create_mesh(laptop, "laptop")
+    box = identities.load_or_create(tmp_path / "box")
+    public = box.key.public_key().public_bytes_raw()
+    identities.admit(laptop, JoinRequest(box.node, public, "box", ()), (Role.WORKER,), {})
+    elsewhere = replace(laptop, home=tmp_path / "elsewhere")
+    shutil.copytree(laptop.home, elsewhere.home)
+    without = identities.remove_member(elsewhere, box.node).signed
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    stop = asyncio.Event()
+    founder = agent(laptop.home)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(founder.run(stop))
+        async with asyncio.timeout(WAIT_S):
+            while not (laptop.home / "agent.json").exists():  # noqa: ASYNC110  a file, no event
+                await asyncio.sleep(0.02)
+            assert box.node in founder.book
+            monkeypatch.setattr(running, "SAVE_AGAIN_S", 0.05)
+            with monkeypatch.context() as patched:
+                patched.setattr(identities, "save_roster", full)
+                founder._offer_roster(without)
+            assert box.node not in founder.book
+            assert box.node not in founder.peers._known
+            while True:
+                mesh = identities.load_mesh(laptop)
+                assert mesh is not None
+                if box.node not in mesh.book:
+                    break
+                await asyncio.sleep(0.02)
+        stop.set()
 
 
 async def test_agent_and_commands_of_a_removed_machine_hear_of_it_and_end(tmp_path: Path) -> None:

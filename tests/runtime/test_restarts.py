@@ -28,7 +28,7 @@ from gpulayer_mesh.errors import (
 )
 from gpulayer_mesh.runtime import hosting, succession
 from gpulayer_mesh.runtime import restarts as module
-from gpulayer_mesh.runtime.livejob import Signed, open_signed, sign_change
+from gpulayer_mesh.runtime.livejob import JobFolder, Signed, open_signed, sign_change
 from shim_jobs import eventually
 
 pytestmark = pytest.mark.network
@@ -369,6 +369,24 @@ async def test_keeper_whose_agent_was_started_anew_restarts_a_job_without_secret
         return
     assert record.successor == NEXT
     assert "attempt 1 from 5" in await ran(zero)
+
+
+async def test_job_with_secrets_does_not_start_where_that_cannot_be_noted(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later agent would take it for one without, and start it again without them."""
+
+    def full(_: JobFolder) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(JobFolder, "note_secrets", full)
+    zero, *_ = await mesh.start("box-0", "box-1", "box-2")
+    await mesh.stage(first(mesh, code=COUNTS, restarts=1).spec)
+    await zero.ask("laptop", "POST", "go", replace(ORDER, secrets={"TOKEN": "canary"}))
+    one = zero.host.jobs[JOB]
+    await eventually(lambda: one.ended)
+    assert one.report().problem == "box-0: [Errno 28] No space left on device"
+    assert not (one.path / "status").exists()
 
 
 @pytest.mark.timeout(120)

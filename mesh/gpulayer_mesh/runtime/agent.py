@@ -64,6 +64,7 @@ from gpulayer_mesh.runtime.store import ChunkStore
 log = logging.getLogger("gpulayer.agent")
 
 SETTLED_S = 30.0  # by then everything that only the start needs has run
+SAVE_AGAIN_S = 60.0  # of a full disk, which people have to make room on
 LOAD_S = 5.0  # psutil's figures cost 1 ms
 TARGETS_MAX = 1024  # of one pre-flight: the largest job
 
@@ -98,7 +99,7 @@ class Agent:
                 mesh = await enter_mesh(self.config, self.identity, self._addresses())
                 self.book = mesh.book
                 self.boot = identities.next_boot(self.home)
-                configuration.remember(self.config)
+                self._remember_options()
                 await self._open(stack, hosts, packets)
                 note_port(self.port)
                 log.info(
@@ -109,6 +110,12 @@ class Agent:
                     ", ".join(address.host for address in self._addresses()) or "no address",
                 )
                 await self._serve(stop)
+
+    def _remember_options(self) -> None:
+        try:
+            configuration.remember(self.config)
+        except OSError as e:
+            log.warning("the options of this start are not kept for later ones: %s", e)
 
     async def _open(
         self, stack: contextlib.AsyncExitStack, hosts: tuple[str, ...], packets: PacketPort
@@ -310,7 +317,7 @@ class Agent:
         """Adopt a newer roster: keep it, drop who is gone, tell the cores."""
         if not self.book.offer(signed):
             return
-        identities.save_roster(self.home, self.book)
+        self._keep_roster()
         members = frozenset(self.book.members)
         log.info("roster epoch %d: %d members", self.book.epoch, len(members))
         self.door.enforce()
@@ -321,6 +328,14 @@ class Agent:
         if self.node not in members:
             log.error("this machine was removed from the mesh: its jobs are stopped, and so am I")
             self._removed.set()
+
+    def _keep_roster(self) -> None:
+        """Save it; who was removed is out at once, whatever the disk says."""
+        try:
+            identities.save_roster(self.home, self.book)
+        except OSError as e:
+            log.warning("the roster cannot be saved, next try in %.0f s: %s", SAVE_AGAIN_S, e)
+            asyncio.get_running_loop().call_later(SAVE_AGAIN_S, self._keep_roster)
 
     # --- this machine ----------------------------------------------------------------------------
 
@@ -479,6 +494,9 @@ def main(argv: list[str] | None = None) -> int:
         if e.hint:
             print(f"gpulayer-agent: hint: {e.hint}", file=sys.stderr)
         return int(e.exit_code)
+    except OSError as e:  # a disk that is full or broken, a folder that is not ours
+        print(f"gpulayer-agent: error: {e}", file=sys.stderr)
+        return int(ExitCode.FAILED)
     return int(ExitCode.OK)
 
 

@@ -70,6 +70,7 @@ TAIL_LINES = hosted.TAIL_LINES
 
 BEFORE_START = frozenset({HostPhase.RESERVED, HostPhase.STAGING, HostPhase.STAGED})
 _GONE = ".gone-"  # in front of the names of folders that are being removed
+SAVE_AGAIN_S = 60.0  # between tries to save a record on a full disk
 ASK_S = 5.0  # between questions of a part that is over to the keeper
 
 
@@ -169,6 +170,7 @@ class JobHost:
 
     async def run(self) -> None:
         """Serve the machines' timers for ever."""
+        self._background.spawn(self._save_again())
         try:
             while True:
                 self._wake.clear()
@@ -185,6 +187,14 @@ class JobHost:
                         await self._wake.wait()
         finally:
             await self._background.close()
+
+    async def _save_again(self) -> None:
+        """Save the records that the disk has refused, for an agent that comes after this."""
+        while True:
+            await asyncio.sleep(SAVE_AGAIN_S)
+            for one in self.jobs.values():
+                if one.folder.unsaved:
+                    one.folder.save_record(one.current_record())
 
     def enforce(self) -> None:
         """End, without grace, what the roster no longer covers; call it when it has changed."""
@@ -365,7 +375,7 @@ class JobHost:
                     if one.spec.restart:
                         self.drop_ticket(one.spec.id, one.spec.submitter)
                     if one.may_be_restarted:
-                        self._remember_secrets(one, order)
+                        one.secrets = order.secrets  # for the next attempt, in memory only
                         self._restarting.part_began(one)
                     self._background.spawn(self._run_shim(one, order))
                 case hosted.StopShim(grace_s):
@@ -424,13 +434,6 @@ class JobHost:
         the tries of one that waits, and its next try has the same id."""
         if self.jobs.pop(one.spec.id, None) is not None:
             self._remove(one.path)
-
-    def _remember_secrets(self, one: LiveJob, order: GoOrder) -> None:
-        """Keep what the next attempt's ranks need, in memory only."""
-        one.secrets = order.secrets
-        if order.secrets:
-            with contextlib.suppress(OSError):  # then a later agent takes the job for one without
-                one.folder.note_secrets()
 
     def _keeper_lost(self, one: LiveJob, why: str) -> None:
         """Answer viewers in the keeper's place: rank 0 is gone, so the job has failed, unless it
@@ -576,6 +579,8 @@ class JobHost:
         if devices := one.machine.slot.devices:
             one.folder.save_before(await self.site.care.ranks_start(devices))
         try:
+            if order.secrets and one.may_be_restarted:
+                await asyncio.to_thread(one.folder.note_secrets)
             await self.site.shims.start(one.path, self._shim_config(one, order), one.until)
         except (GpuLayerError, OSError) as e:
             self.on_host(one, hosted.ShimLost(f"{self.site.name}: {e}"))

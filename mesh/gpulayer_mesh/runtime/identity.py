@@ -86,8 +86,12 @@ def load_or_create(home: Path) -> Identity:
 def next_boot(home: Path) -> int:
     """Raise and return the boot epoch: 1 at the first start, +1 at each later one.
 
+    Where a full disk takes no new file the number is written over the old one, for without an agent
+    the ranks that run here end.
+
     Raises:
         ConfigError: the counter is damaged; starting at a lower one would look like a replay.
+        OSError: the disk refuses that as well.
     """
     path = home / "boot"
     with _locked(home):
@@ -98,7 +102,11 @@ def next_boot(home: Path) -> int:
                 hint="write a number larger than any this machine used, e.g. 1000000",
             )
         boot = int(text) + 1
-        _save(path, f"{boot}\n".encode())
+        data = f"{boot}\n".encode()
+        try:
+            _save(path, data)
+        except OSError:
+            _overwrite(path, data)
     return boot
 
 
@@ -158,7 +166,11 @@ def load_mesh(identity: Identity) -> MeshFiles | None:
 
 
 def save_roster(home: Path, book: RosterBook) -> None:
-    """Keep the book's roster if it is newer than the one on disk."""
+    """Keep the book's roster if it is newer than the one on disk.
+
+    Raises:
+        OSError: the disk refuses.
+    """
     path = home / "mesh" / "roster"
     with _locked(home):
         if book.examine(_read(path)).epoch < book.epoch:
@@ -223,9 +235,10 @@ def load_peers(home: Path) -> dict[NodeId, Addresses]:
 
 
 def save_peers(home: Path, peers: Mapping[NodeId, Addresses]) -> None:
-    """Remember where members were reached, best address first."""
+    """Remember where members were reached, best address first; a full disk only costs that."""
     plain = {node: [[a.host, a.port] for a in found] for node, found in peers.items()}
-    _save(home / "mesh" / "peers.msgpack", wire.pack(plain))
+    with contextlib.suppress(OSError):
+        _save(home / "mesh" / "peers.msgpack", wire.pack(plain))
 
 
 # --- TLS -----------------------------------------------------------------------------------------
@@ -362,6 +375,17 @@ def _read(path: Path) -> bytes:
 
 def _save(path: Path, data: bytes) -> None:
     replace_file(path, data, private=True, durable=True)
+
+
+def _overwrite(path: Path, data: bytes) -> None:
+    """Write a few bytes into a file that is there: in its first sector, so whole or not at all."""
+    fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.pwrite(fd, data, 0)
+        os.ftruncate(fd, len(data))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 @contextlib.contextmanager

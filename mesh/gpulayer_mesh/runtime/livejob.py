@@ -52,6 +52,7 @@ class JobFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._saved = b""  # the record on disk
+        self.unsaved = False  # the disk has refused a newer one
 
     @classmethod
     def create(cls, path: Path, signed: bytes) -> JobFolder:
@@ -102,7 +103,9 @@ class JobFolder:
         try:
             replace_file(self.path / "record", data)
             self._saved = data
+            self.unsaved = False
         except OSError as e:
+            self.unsaved = True
             log.warning("job %s: the record cannot be written: %s", self.path.name, e)
 
     @property
@@ -111,7 +114,12 @@ class JobFolder:
         return (self.path / "secretive").exists()
 
     def note_secrets(self) -> None:
-        (self.path / "secretive").touch(mode=0o600)
+        """Tell later agents, before the ranks have any.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        replace_file(self.path / "secretive", b"", private=True, durable=True)
 
     def save_before(self, before: Mapping[str, int]) -> None:
         """Keep what `Care.ranks_start` noted, for an agent that comes after this."""

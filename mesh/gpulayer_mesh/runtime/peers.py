@@ -204,8 +204,7 @@ class Peers:
             await self._dirty.wait()
             await asyncio.sleep(SAVE_S)
             self._dirty.clear()
-            with contextlib.suppress(OSError):
-                await asyncio.to_thread(identities.save_peers, self._home, dict(self._known))
+            await asyncio.to_thread(identities.save_peers, self._home, dict(self._known))
 
     # --- contact ---------------------------------------------------------------------------------
 

@@ -152,8 +152,11 @@ class ShimRunner:
         status = _Status(job_dir)
         deadline = time.monotonic() + START_DEADLINE_S
         while time.monotonic() < deadline:
+            alive = self.alive(job_dir)  # before reading, as in `watch`
             if status.read():
                 return
+            if not alive:
+                raise GpuLayerError("the shim ended without a word: is the disk full?")
             await asyncio.sleep(0.01)
         self.kill(job_dir)
         raise GpuLayerError(f"the shim did not start within {START_DEADLINE_S:.0f} s")

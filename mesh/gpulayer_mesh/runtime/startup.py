@@ -18,6 +18,7 @@ from gpulayer_mesh.config import AgentConfig
 from gpulayer_mesh.core.joining import read_line
 from gpulayer_mesh.core.types import Addresses
 from gpulayer_mesh.errors import ConfigError, NoMeshError, RemovedError, TransportError
+from gpulayer_mesh.files import replace_file
 from gpulayer_mesh.runtime import identity as identities
 from gpulayer_mesh.runtime import joining
 from gpulayer_mesh.runtime.packets import PacketPort
@@ -47,7 +48,10 @@ def only_agent(home: Path) -> Iterator[Callable[[int], None]]:
         path = home / "agent.json"
 
         def note_port(port: int) -> None:
-            path.write_text(json.dumps({"pid": os.getpid(), "port": port}), encoding="utf-8")
+            try:
+                replace_file(path, json.dumps({"pid": os.getpid(), "port": port}).encode())
+            except OSError as e:
+                log.warning("commands on this machine may not find this agent: %s", e)
 
         try:
             yield note_port

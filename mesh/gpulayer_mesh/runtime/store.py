@@ -66,8 +66,9 @@ class ChunkStore:
         self._new = root / "new"  # half-written chunks; those of an earlier process are rubbish
         self._quota_bytes = quota_bytes
         self._waiting: dict[bytes, list[asyncio.Future[None]]] = {}
-        shutil.rmtree(self._new, ignore_errors=True)
-        self._new.mkdir(parents=True, mode=0o700)
+        self._new.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for path in self._new.iterdir():
+            path.unlink()
 
     def has(self, sha256: bytes) -> bool:
         return self._path(sha256).exists()
