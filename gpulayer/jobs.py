@@ -27,10 +27,13 @@ if TYPE_CHECKING:
     from gpulayer_mesh.core.types import NodeId
 
 POLL_S = 1.0  # how often the record is asked for while lines arrive
+SILENT_S = 1.0  # no answer for so long: the job may go on elsewhere already
 POLL_FAST_S = 0.1  # ... and once all lines are there: the end is a moment away
 DRAIN_S = 10.0  # after the end, for lines still on their way
+QUIET_S = 1.0  # ... while any arrive, where the next attempt has lines as well
 LOST_S = 600.0  # nobody answers for this long: twice the ranks' own lease, so the job is gone
 LOST_TRIES = 10  # ... and not just because this machine slept
+SEARCH_TRIES = 5  # between searches for attempts behind one that came to nothing
 FETCHES = 4  # parallel downloads: fills a 1 Gbit/s link through one TLS core
 STAYED_SHOWN = 10  # a folder of links must not push the job's own last lines off the screen
 
@@ -124,18 +127,25 @@ async def _follow_attempt(
     client: MeshClient, record: JobRecord, ui: Ui, ranks: frozenset[int] | None
 ) -> JobRecord:
     lines_done = asyncio.Event()
+    heard = 0.0
+
+    def note_line() -> None:
+        nonlocal heard
+        heard = time.monotonic()
 
     async def print_lines() -> None:
         try:
-            await print_log(client, record, ui, ranks=ranks, live=True)
+            await print_log(client, record, ui, ranks=ranks, live=True, heard=note_line)
         finally:
             lines_done.set()
 
     lines = asyncio.create_task(print_lines())
     try:
         final = await _wait_end(client, record, ui, lines_done)
-        _, late = await asyncio.wait([lines], timeout=DRAIN_S)
-        if late or lines.exception() is not None:
+        # Where an attempt follows, a machine was lost, perhaps, and says nothing more.
+        follows = bool(final.successor) or final.spec.restart > record.spec.restart
+        await _drain(lines, lambda: heard, QUIET_S if follows else DRAIN_S)
+        if not lines.done() or lines.exception() is not None:
             ui.note(f"some lines did not arrive; see gpulayer logs {record.spec.id}")
         return final
     finally:
@@ -145,6 +155,21 @@ async def _follow_attempt(
         ui.finish()
 
 
+async def _drain(lines: asyncio.Task[None], heard: Callable[[], float], quiet_s: float) -> None:
+    """After a job's end, wait for lines on their way.
+
+    Args:
+        heard: when the last one came.
+        quiet_s: give up once none came for so long.
+    """
+    ended = time.monotonic()
+    while not lines.done():
+        left_s = min(ended + DRAIN_S, max(ended, heard()) + quiet_s) - time.monotonic()
+        if left_s <= 0:
+            return
+        await asyncio.wait([lines], timeout=left_s)
+
+
 async def print_log(
     client: MeshClient,
     record: JobRecord,
@@ -152,11 +177,17 @@ async def print_log(
     *,
     ranks: frozenset[int] | None = None,
     live: bool = False,
+    heard: Callable[[], object] = lambda: None,
 ) -> None:
-    """Print the lines of some or all ranks; with `live`, until the job has ended."""
+    """Print the lines of some or all ranks; with `live`, until the job has ended.
+
+    Args:
+        heard: called for each line.
+    """
     nodes = rank_nodes(record.spec)
     prefix = len(nodes if ranks is None else ranks) > 1
     async for line in client.logs(record, ranks=ranks, follow=live):
+        heard()
         if line.rank < len(nodes):  # a node may not speak for ranks that the job does not have
             ui.log(line, nodes[line.rank], prefix=prefix)
 
@@ -194,8 +225,9 @@ async def _wait_end(
     answered, failures = time.monotonic(), 0
     said, waiting = False, ""
     while True:
+        later: JobRecord | None = None
         try:
-            record = await client.record(record)
+            record, later = await _newest(client, record)
             answered, failures = time.monotonic(), 0
         except (TransportError, NotFoundError) as e:
             if isinstance(e, NotFoundError) and not may_follow(record):
@@ -208,16 +240,17 @@ async def _wait_end(
                 ) from e
             if failures == 3:  # one or two are a hiccup
                 ui.note(f"no node of job {record.spec.id} answers; trying again")
-            if may_follow(record):
+            if may_follow(record) and failures % SEARCH_TRIES == 0:
                 with contextlib.suppress(GpuLayerError):
-                    if (later := await client.next_attempt(record)) is not None:
-                        return later
+                    later = await client.next_attempt(record)
         if (record.state is JobState.RESTARTING or record.successor) and not said:
             said = True
             ui.note(restarting_line(record))
         if record.waiting and record.waiting != waiting:
             waiting = record.waiting
             ui.note(f"cannot start again yet: {waiting}")
+        if later is not None:
+            return later
         if record.state in OVER:
             return record
         if lines_done.is_set():
@@ -225,6 +258,32 @@ async def _wait_end(
         else:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(lines_done.wait(), POLL_S)
+
+
+async def _newest(client: MeshClient, record: JobRecord) -> tuple[JobRecord, JobRecord | None]:
+    """Return the newest record of an attempt, and the attempt after it if one has begun.
+
+    That may be so although nobody of the attempt answers: then with the record as it was given.
+
+    Raises:
+        TransportError, NotFoundError: as `MeshClient.record`.
+    """
+    asked = asyncio.ensure_future(client.record(record))
+    try:
+        while True:
+            await asyncio.wait([asked], timeout=SILENT_S)
+            answered = asked.done() and asked.exception() is None
+            known = asked.result() if answered else record
+            later: JobRecord | None = None
+            if may_follow(known) and (not answered or known.state is JobState.RESTARTING):
+                later = await client.successor(known)
+            if later is not None:
+                return known, later
+            if asked.done():
+                return await asked, None
+    finally:
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
 
 
 async def bring_home(client: MeshClient, record: JobRecord, dest: Path, ui: Ui) -> None:

@@ -193,10 +193,15 @@ async def test_program_that_a_job_made_comes_home_as_one(executable: bool, tmp_p
 
 
 class Knowing(MeshClient):
-    """Members by number, each with the records it knows; the entry may be silent at first."""
+    """Members by number, each with the records it knows; the entry may be silent at first.
 
-    def __init__(self, *known: list[JobRecord], silent_entry: bool = False) -> None:
+    One with None is there and says nothing, ever.
+    """
+
+    def __init__(self, *known: list[JobRecord] | None, silent_entry: bool = False) -> None:
         self.known = dict(enumerate(known))
+        self._addresses = {node(i): () for i in self.known}
+        self.book: Any = self._addresses
         self.silent_entry = silent_entry
         self.stopped: list[tuple[str, str]] = []
 
@@ -214,9 +219,12 @@ class Knowing(MeshClient):
         return []
 
     async def call(self, asked: str, method: str, path: str, *_: Any, **__: Any) -> Any:
-        records = next((known for i, known in self.known.items() if node(i) == asked), None)
-        if records is None:
+        number = next((i for i in self.known if node(i) == asked), None)
+        if number is None:
             raise TransportError("no answer")
+        records = self.known[number]
+        if records is None:
+            return await asyncio.Event().wait()
         if path == "/v1/jobs":
             found: Any = records
         else:
@@ -276,6 +284,22 @@ async def test_attempts_are_listed_newest_first_and_known_in_order() -> None:
     assert found is not None
     assert found.spec.id == SECOND.id
     assert await client.next_attempt(ALL[2]) is None
+
+
+async def test_attempt_that_has_begun_is_known_by_one_members_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(clients, "NEXT_S", 0.01)
+    failed, later = of(FIRST, JobState.RUNNING), of(SECOND, JobState.STARTING)
+    async with asyncio.timeout(20):  # one member is silent for ever
+        assert await Knowing(None, [failed], [failed, later]).successor(failed) == later
+        assert await Knowing(None, [failed], [of(SECOND, JobState.PLACING)]).successor(failed) is (
+            None
+        )
+        assert await Knowing([*ALL], None).successor(of(FIRST, JobState.FAILED, THIRD.id)) == ALL[2]
+    found = await Knowing(ALL[:1], ALL[2:]).next_attempt(failed)  # the second came to nothing
+    assert found == ALL[2]
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 async def test_record_that_names_a_successor_counts_more_than_the_keepers() -> None:

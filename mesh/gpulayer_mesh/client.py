@@ -13,7 +13,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -394,8 +394,17 @@ class MeshClient:
             if origin_of(one.spec) == origin and (not one.spec.restart or has_begun(one))
         ]
 
+    async def successor(self, job: JobRecord) -> JobRecord | None:
+        """Return the attempt right after one once it has begun, by the word of whoever knows."""
+        ident = job.successor or attempt_id(origin_of(job.spec), job.spec.restart + 1)
+        known = dict.fromkeys((*job.spec.voters, *self._addresses))  # it may run on any of them
+        return await self._first_that([n for n in known if n in self.book], ident, has_begun)
+
     async def next_attempt(self, job: JobRecord) -> JobRecord | None:
         """Return the attempt that followed one, if a member knows it."""
+        if (found := await self.successor(job)) is not None:
+            return found
+        # It may have come to nothing, or run on members that we did not know of.
         later = (one for one in await self.attempts(job) if one.spec.restart > job.spec.restart)
         return next(later, None)
 
@@ -607,35 +616,44 @@ class MeshClient:
 
     async def _ended_without(self, record: JobRecord, node: NodeId) -> JobRecord | None:
         """Return the record of a job that has ended, as the others know it; None while it runs."""
-        path = f"/v1/jobs/{record.spec.id}"
-
-        async def ask(other: NodeId) -> JobRecord | None:
-            try:
-                return self.decode_record(await self.call(other, "GET", path, deadline_s=5.0))
-            except GpuLayerError:
-                return None
-
         spec = record.spec
         others = {record.keeper, *(slot.node for slot in spec.slots), *spec.voters} - {node}
-        asking = {asyncio.ensure_future(ask(other)) for other in others}
+        return await self._first_that(others, spec.id, lambda one: one.ended_age_s is not None)
+
+    async def _first_that(
+        self, nodes: Collection[NodeId], job: str, fits: Callable[[JobRecord], bool]
+    ) -> JobRecord | None:
+        """Return the first record of a job that fits, of those that nodes have; None: none does.
+
+        Several may be lost: once one has answered, it is not kept waiting for them.
+        """
+
+        async def ask(node: NodeId) -> tuple[bool, JobRecord | None]:
+            try:
+                plain = await self.call(node, "GET", f"/v1/jobs/{job}", deadline_s=RECORD_S)
+                return True, self.decode_record(plain)
+            except GpuLayerError as e:
+                return isinstance(e, NotFoundError), None
+
+        asking = {asyncio.ensure_future(ask(node)) for node in nodes}
         answered = False
         try:
-            while asking:  # several may be lost: one that answers is not kept waiting for them
+            while asking:
                 done, asking = await asyncio.wait(
                     asking,
                     timeout=NEXT_S if answered else None,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
-                found = [one for task in done if (one := task.result()) is not None]
-                for one in found:
-                    if one.ended_age_s is not None:
-                        return one
                 if not done:
                     break
-                answered = answered or bool(found)
+                for answers, found in (task.result() for task in done):
+                    if found is not None and found.spec.id == job and fits(found):
+                        return found
+                    answered = answered or answers
         finally:
             for task in asking:
                 task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
         return None
 
     async def outputs(self, record: JobRecord) -> list[tuple[NodeId, Outputs | None]]:

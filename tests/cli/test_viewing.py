@@ -71,13 +71,16 @@ def out(path: str, rank: int = 0, area: str = "out", content: bytes = b"x") -> O
     return OutputFile(area, rank, path, len(content), content.ljust(32)[:32])
 
 
+Answer = JobRecord | Exception | None  # None: never
+
+
 class ScriptedClient:
     """Answers from lists; the last answer of `records` repeats."""
 
     def __init__(
         self,
         *,
-        records: list[JobRecord | Exception] | None = None,
+        records: list[Answer] | None = None,
         lines: list[LogRecord | Exception] | None = None,
         files: list[tuple[str, OutputFile]] | None = None,
         stayed: list[tuple[str, Outputs]] | None = None,
@@ -96,7 +99,9 @@ class ScriptedClient:
         answer = self.records.pop(0) if len(self.records) > 1 else self.records[0]
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        if answer is None:
+            await asyncio.Event().wait()
+        return cast(JobRecord, answer)
 
     async def logs(
         self, record: JobRecord, *, ranks: frozenset[int] | None, follow: bool
@@ -147,9 +152,10 @@ class Attempts(ScriptedClient):
         silent: which question for the next attempt nobody answers.
     """
 
-    def __init__(self, *attempts: list[JobRecord | Exception], silent: int = 0) -> None:
+    def __init__(self, *attempts: list[Answer], silent: int = 0) -> None:
         super().__init__()
         self.answers = list(attempts)
+        self.late: list[str] = []  # lines of an attempt that come when it has ended
         self.questions, self.unanswered = 0, silent
         self.stopped: list[str] = []
 
@@ -161,12 +167,23 @@ class Attempts(ScriptedClient):
         self, record: JobRecord, *, ranks: frozenset[int] | None, follow: bool
     ) -> AsyncIterator[LogRecord]:
         yield line(0, f"of {record.spec.restart}\n")
+        for text in self.late if not record.spec.restart else ():
+            await asyncio.sleep(0.05)  # after the end
+            yield line(0, text)
+        if self.never_ends and not record.spec.restart:
+            await asyncio.Event().wait()
         if isinstance(self.answers[record.spec.restart][-1], Exception):
             raise TransportError("lines are missing: box-2 does not answer")
 
     async def attempts(self, record: JobRecord) -> list[JobRecord]:
         found = [[one for one in some if isinstance(one, JobRecord)] for some in self.answers]
         return [some[-1] for some in found if some]
+
+    async def successor(self, record: JobRecord) -> JobRecord | None:
+        """It has begun once there is one word left on the attempt before."""
+        number = record.spec.restart
+        found = [one for one in await self.attempts(record) if one.spec.restart == number + 1]
+        return found[0] if found and len(self.answers[number]) == 1 else None
 
     async def next_attempt(self, record: JobRecord) -> JobRecord | None:
         self.questions += 1
@@ -197,6 +214,7 @@ def screen() -> Screen:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "POLL_S", 0.01)
     monkeypatch.setattr(jobs, "POLL_FAST_S", 0.001)
+    monkeypatch.setattr(jobs, "SILENT_S", 0.01)
 
 
 def scripted(client: ScriptedClient) -> MeshClient:
@@ -315,15 +333,49 @@ async def test_attempts_that_a_viewer_missed_are_gone_through_in_order(screen: S
     ]
 
 
-@pytest.mark.parametrize("answer", [TransportError("no node answered"), NotFoundError("no job")])
+@pytest.mark.parametrize(
+    "answer", [TransportError("no node answered"), NotFoundError("no job"), None]
+)
 async def test_next_attempt_is_found_when_all_nodes_of_the_last_are_gone(
-    answer: Exception, screen: Screen, monkeypatch: pytest.MonkeyPatch
+    answer: Answer, screen: Screen
 ) -> None:
-    monkeypatch.setattr(jobs, "DRAIN_S", 0.05)
-    client = Attempts([at(FIRST, JobState.RUNNING), answer], list(RESTARTED[1]), silent=1)
-    final = await jobs.follow(scripted(client), at(FIRST, JobState.RUNNING), screen.ui)
+    client = Attempts([at(FIRST, JobState.RUNNING), answer], list(RESTARTED[1]))
+    async with asyncio.timeout(20):
+        final = await jobs.follow(scripted(client), at(FIRST, JobState.RUNNING), screen.ui)
     assert final == RESTARTED[1][-1]
     assert "of 1\n" in screen.out.getvalue()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_attempt_behind_one_that_came_to_nothing_is_found(screen: Screen) -> None:
+    gone = TransportError("no node answered")
+    last = at(THIRD, JobState.SUCCEEDED)
+    client = Attempts([at(FIRST, JobState.RUNNING), gone], [gone], [last], silent=1)
+    assert await jobs.wait_end(scripted(client), at(FIRST, JobState.RUNNING), screen.ui) == last
+
+
+@pytest.mark.parametrize("end", [RESTARTED[0][-1], None])
+async def test_lines_of_a_lost_machine_do_not_hold_up_those_of_the_next_attempt(
+    end: JobRecord | None, screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "DRAIN_S", 600.0)
+    monkeypatch.setattr(jobs, "QUIET_S", 0.1)
+    client = Attempts([*RESTARTED[0][:2], end], list(RESTARTED[1]))
+    client.never_ends = True
+    async with asyncio.timeout(20):
+        final = await jobs.follow(scripted(client), RESTARTED[0][0], screen.ui)
+    assert final == RESTARTED[1][-1]
+    assert "some lines did not arrive; see gpulayer logs" in screen.err.getvalue()
+
+
+async def test_lines_that_still_come_are_printed_before_those_of_the_next_attempt(
+    screen: Screen,
+) -> None:
+    client = Attempts(*map(list, RESTARTED))
+    client.late = [f"late {i}\n" for i in range(4)]
+    await jobs.follow(scripted(client), RESTARTED[0][0], screen.ui)
+    said = [row.partition("] ")[2] for row in screen.out.getvalue().splitlines()]
+    assert said == ["of 0", "late 0", "late 1", "late 2", "late 3", "of 1"]
 
 
 async def test_end_told_by_a_node_that_was_cut_off_is_not_believed(screen: Screen) -> None:
