@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import re
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,8 +27,15 @@ from gpulayer_mesh.core.jobspec import (
 )
 from gpulayer_mesh.core.logrecord import LogRecord, LogStream
 from gpulayer_mesh.core.restarts import Change, next_spec
-from gpulayer_mesh.errors import GpuLayerError, NotAllowedError, NotFoundError, TransportError
-from job_cases import exited, node, report, spec
+from gpulayer_mesh.core.types import Role
+from gpulayer_mesh.errors import (
+    GpuLayerError,
+    NotAllowedError,
+    NotFoundError,
+    RemovedError,
+    TransportError,
+)
+from job_cases import JOB, exited, node, report, spec
 
 
 class Asking(MeshClient):
@@ -190,6 +198,60 @@ async def test_program_that_a_job_made_comes_home_as_one(executable: bool, tmp_p
     file = OutputFile("out", 0, "run", 1, hashlib.sha256(b"x").digest(), executable)
     await Offering().fetch(job, node(0), file, tmp_path / "run")
     assert os.access(tmp_path / "run", os.X_OK) is executable
+
+
+class Refused(MeshClient):
+    """Box-9, which may do nothing to the job of box-0 and box-1."""
+
+    def __init__(self, refusal: NotAllowedError, *members: tuple[int, str, Role]) -> None:
+        self.refusal = refusal
+        entries = {node(i): SimpleNamespace(name=name, roles=(role,)) for i, name, role in members}
+        self.book: Any = SimpleNamespace(members=entries)
+        self.identity: Any = SimpleNamespace(node=node(9))
+
+    async def find_job(self, ident: str) -> JobRecord:
+        return JobRecord(spec(1, 1), JobState.RUNNING, node(0))
+
+    async def call(self, asked: str, *_: Any, **__: Any) -> Any:
+        if asked == node(1):
+            raise NotFoundError("it has forgotten the job")
+        raise self.refusal
+
+
+NINE, OWNER, DESK = (
+    (9, "box-9", Role.WORKER),
+    (99, "laptop", Role.LAUNCHER),
+    (5, "desk", Role.ADMIN),
+)
+
+
+@pytest.mark.parametrize("command", ["get", "stop"])
+@pytest.mark.parametrize(
+    ("members", "who", "hint"),
+    [
+        ([NINE, OWNER, DESK], "laptop", f"on laptop or desk: gpulayer COMMAND {JOB}"),
+        ([NINE, OWNER], "laptop", f"on laptop: gpulayer COMMAND {JOB}"),
+        ([NINE], "laptop (no member any more)", "on the machine that founded the mesh: "),
+    ],
+)
+async def test_who_may_not_is_told_who_may(
+    command: str, members: list[tuple[int, str, Role]], who: str, hint: str
+) -> None:
+    client = Refused(NotAllowedError("this member may not do that to this job"), *members)
+    if command == "get":
+        asked: Any = client.outputs(await client.find_job(JOB))
+    else:
+        asked = client.stop(JOB, grace_s=None, kill=False)
+    said = f"box-9 may not {command} job {JOB}: only {re.escape(who)}, which submitted it, and adm"
+    with pytest.raises(NotAllowedError, match=said) as caught:
+        await asked
+    assert str(caught.value.hint).startswith(hint.replace("COMMAND", command))
+
+
+async def test_who_was_removed_is_told_that() -> None:
+    client = Refused(RemovedError(), NINE, OWNER)
+    with pytest.raises(RemovedError):
+        await client.outputs(await client.find_job(JOB))
 
 
 class Knowing(MeshClient):

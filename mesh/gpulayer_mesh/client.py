@@ -32,7 +32,7 @@ from gpulayer_mesh.core.jobspec import (
 from gpulayer_mesh.core.logrecord import LogRecord, RecordParser
 from gpulayer_mesh.core.restarts import attempt_id, has_begun, may_follow, origin_of
 from gpulayer_mesh.core.tickets import RESTART, Standing, Ticket, positions
-from gpulayer_mesh.core.types import Address, Addresses, NodeId, Snapshot
+from gpulayer_mesh.core.types import Address, Addresses, NodeId, Role, Snapshot
 from gpulayer_mesh.errors import (
     ConfigError,
     DiscoveryError,
@@ -522,6 +522,9 @@ class MeshClient:
         """Stop a job that has left the queue, in whatever state it is; safe to repeat.
 
         The id of any attempt stops the newest, also one that starts meanwhile.
+
+        Raises:
+            NotAllowedError: it is somebody else's.
         """
         record = await self.find_job(job)
         body = {"grace_s": grace_s, "kill": kill}
@@ -531,11 +534,31 @@ class MeshClient:
             return self.decode_record(await self.call(node, "POST", path, body))
 
         while True:
-            record = await self._first_answer(record, ask)
+            try:
+                record = await self._first_answer(record, ask)
+            except NotAllowedError as e:
+                raise self._not_ours(record, e, "stop") from e
             later = await self.next_attempt(record) if record.successor else None
             if later is None:
                 return record
             record = later
+
+    def _not_ours(self, job: JobRecord, refusal: NotAllowedError, command: str) -> NotAllowedError:
+        """Return a refusal that says who may: a node only says that this member may not."""
+        if isinstance(refusal, RemovedError):
+            return refusal
+        owner = self.book.members.get(job.spec.submitter)
+        whose = owner.name if owner else f"{job.spec.submitter_name} (no member any more)"
+        admins = [one.name for one in self.book.members.values() if Role.ADMIN in one.roles]
+        may = dict.fromkeys([owner.name, *admins] if owner else admins)
+        where = " or ".join(list(may)[:3])
+        return NotAllowedError(
+            f"{self.name} may not {command} job {job.spec.id}: "
+            f"only {whose}, which submitted it, and admins may",
+            hint=f"on {where}: gpulayer {command} {job.spec.id}"
+            if where
+            else "on the machine that founded the mesh: gpulayer mesh invite --role admin",
+        )
 
     async def logs(
         self, record: JobRecord, *, ranks: frozenset[int] | None, follow: bool
@@ -659,7 +682,10 @@ class MeshClient:
     async def outputs(self, record: JobRecord) -> list[tuple[NodeId, Outputs | None]]:
         """List what the nodes of a job have: None for one that does not answer.
 
-        Nodes that this member may not ask are left out.
+        A node that has forgotten the job is left out.
+
+        Raises:
+            NotAllowedError: the files are not for this member.
         """
         nodes = sorted({slot.node for slot in record.spec.slots})
 
@@ -676,6 +702,9 @@ class MeshClient:
             return None
 
         answers = await asyncio.gather(*(of(node) for node in nodes), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, NotAllowedError):
+                raise self._not_ours(record, answer, "get") from answer
         return list(_answered(nodes, answers))
 
     async def fetch(self, record: JobRecord, node: NodeId, file: OutputFile, dest: Path) -> None:
