@@ -45,7 +45,12 @@ def run(args: Namespace, ui: Ui) -> int:
                     hint=f"gpulayer service stop {request.name}, or give another --name",
                 )
             record = await start(request, ui)
-            found = await services.wait_healthy(client, record)
+            try:
+                found = await services.wait_healthy(client, record)
+            except asyncio.CancelledError:  # Ctrl-C
+                ui.note(f"service {request.name} (job {record.spec.id}) runs on")
+                ui.note(f"  end it:    gpulayer service stop {record.spec.id}")
+                raise
             ui.note(
                 f"service {request.name} (job {record.spec.id}) answers on "
                 f"{record.spec.slots[0].name}, port {found.port}"
@@ -93,7 +98,8 @@ def connect(args: Namespace, ui: Ui) -> int:
     async def lead() -> int:
         async with await MeshClient.connect(env.home()) as client:
             service = await services.find(client, args.service)
-            own = service.state.port if service.state else 0
+            # Asked again where it did not answer, so that who may not hears that before it listens.
+            own = (service.state or await services.state(client, service.record)).port
             tunnel = services.Tunnel(client, service, lambda why: ui.note(f"a connection: {why}"))
             try:
                 port = await tunnel.listen(own if args.port is None else args.port)

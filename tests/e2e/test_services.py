@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from pathlib import Path
 
 import pytest
 from meshes import LanMesh, until
@@ -80,6 +79,10 @@ def test_service_is_reached_through_the_mesh_and_comes_back(mesh: LanMesh) -> No
     connect.expect("127.0.0.1:18080 leads to service web on box-2", 30)
     used = laptop.run(["python", "use.py", "18080"], cwd=folder, timeout=90)
     assert used.returncode == 0, used.stderr + connect.output()
+    worker = mesh.boxes[0].run([GPULAYER, "service", "connect", "web"], timeout=30)
+    assert worker.returncode == 5
+    assert "leads to" not in worker.stderr
+    assert "launcher" in worker.stderr  # the role that it takes
     where, pid, path = used.stdout.split()[:3]
     assert (where, path) == ("box-2", "/where")
 
@@ -104,6 +107,19 @@ def test_service_is_reached_through_the_mesh_and_comes_back(mesh: LanMesh) -> No
     assert "no service 'web' runs" in gone.stderr
 
 
+def test_service_that_is_not_waited_for_runs_on(mesh: LanMesh) -> None:
+    folder = mesh.laptop.home / "slow"
+    folder.mkdir()
+    (folder / "serve.py").write_text("import time\ntime.sleep(600)\n")
+    start = [GPULAYER, "service", "run", "--name", "slow", "--", "python", "serve.py"]
+    run = mesh.laptop.popen(start, cwd=folder)
+    until(lambda: len(mesh.ranks()) == 1, 60)
+    run.interrupt()
+    assert run.wait(20) == 130, run.output()
+    assert "service slow (job " in run.output()
+    mesh.gpulayer("service", "stop", "slow", "--grace", "1")
+
+
 def test_service_that_cannot_come_up_says_why(mesh: LanMesh) -> None:
     folder = mesh.laptop.home / "broken"
     folder.mkdir()
@@ -114,9 +130,3 @@ def test_service_that_cannot_come_up_says_why(mesh: LanMesh) -> None:
     assert "service 'serve.py' did not come up: exit code 1" in done.stderr
     job = json.loads(mesh.gpulayer("jobs", "--json").stdout)["jobs"][0]
     assert "no model here" in mesh.gpulayer("logs", job["job"]).stderr
-
-
-def test_strangers_and_workers_cannot_use_services(mesh: LanMesh, tmp_path: Path) -> None:
-    box = mesh.boxes[0]
-    done = box.run([GPULAYER, "service", "connect", "web"], timeout=30)
-    assert done.returncode != 0
