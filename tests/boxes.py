@@ -210,6 +210,7 @@ class Box:
                 call=self.call,
                 devices=lambda: self.machine.current.devices if self.machine.current else (),
                 care=self.machine,
+                addresses=lambda node: (),
                 interface_for=lambda hosts: None,
                 cpus_near=lambda numa: () if numa is None else (0,),
                 changed=self._changed,

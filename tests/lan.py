@@ -269,6 +269,14 @@ class Host:
             rule = ["-A", "INPUT", "-i", "eth0", "-s", source, "-p", "tcp", "--dport", port]
             _run("ip", "netns", "exec", self.namespace, "iptables", "-w", *rule, "-j", "DROP")
 
+    def keep_only(self, port: str, sources: Sequence[str]) -> None:
+        """Drop silently all TCP from these addresses but that of one port, at either end."""
+        tails = (["--dport", port, "-j", "ACCEPT"], ["--sport", port, "-j", "ACCEPT"])
+        for source in sources:
+            rule = ["-A", "INPUT", "-i", "eth0", "-s", source, "-p", "tcp"]
+            for tail in (*tails, ["-j", "DROP"]):
+                _run("ip", "netns", "exec", self.namespace, "iptables", "-w", *rule, *tail)
+
     def loss(self, percent: float) -> None:
         """Lose this share of all incoming packets at random."""
         probability = f"{percent / 100:.4f}"

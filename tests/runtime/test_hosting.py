@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ import pytest
 from boxes import CHUNK, CONTENT, JOB, MANIFEST, ORDER, WAITS, Box, Mesh
 from gpulayer_mesh.core import job as keeping
 from gpulayer_mesh.core import wire
+from gpulayer_mesh.core.hangs import Looked, Unanswered, plain_ip
 from gpulayer_mesh.core.jobspec import (
     HostPhase,
     HostReport,
@@ -43,7 +45,7 @@ from gpulayer_mesh.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from gpulayer_mesh.runtime import hosting, livejob
+from gpulayer_mesh.runtime import hangs, hosting, livejob
 from gpulayer_mesh.runtime.door import Stream
 from shim_jobs import eventually
 
@@ -203,6 +205,7 @@ RIGHTS = {
     "POST preflight/open": {"laptop"},
     "POST preflight/check": {"laptop"},
     "POST port": {"laptop"},
+    "POST path": {"box-0", "box-2"},
     "POST go": {"laptop"},
     "POST start": {"box-0"},
     "POST lease": {"box-0"},
@@ -549,6 +552,94 @@ async def test_removing_the_keeper_fails_the_job_at_once(mesh: Mesh) -> None:
     failure = second.host.jobs[JOB].current_record().failure
     assert failure is not None
     assert failure.reason == "node of rank 0 lost: it was removed from the mesh"
+
+
+# --- hangs ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks for hangs come at once, and each two seconds after the one before."""
+    seconds = itertools.count(0.0, hangs.LOOK_S)
+    monkeypatch.setattr(hangs, "boot_clock", lambda: next(seconds))
+    monkeypatch.setattr(hangs, "LOOK_S", 0.01)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.usefixtures("quick_looks")
+@pytest.mark.parametrize("adopted", [False, True])
+async def test_job_of_a_stopped_rank_fails_and_names_it(mesh: Mesh, adopted: bool) -> None:
+    first, second = await running(mesh, mesh.spec("box-0", "box-1", code=WAITS))
+    if adopted:
+        second = await second.restart()
+        await eventually(lambda: second.host.jobs[JOB].report().ranks[0].pid)
+    pid = second.host.jobs[JOB].report().ranks[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    await eventually(lambda: first.state() is second.state() is JobState.FAILED)
+    failure = first.host.jobs[JOB].current_record().failure
+    assert failure is not None
+    stopped = "node box-1: rank 1 has been stopped by a signal (SIGSTOP) for 20 s"
+    assert (failure.rank, failure.node, failure.reason) == (None, "box-1", stopped)
+    reports = first.host.jobs[JOB].current_record().reports
+    assert all(status.stopped for report in reports for status in report.ranks)
+
+
+@pytest.mark.usefixtures("quick_looks")
+async def test_rank_for_which_nobody_waits_is_not_looked_at(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(hangs, "look")
+    (box,) = await running(mesh, mesh.spec(code=WAITS))
+    (box.work / "finish").touch()
+    await eventually(lambda: box.state() is JobState.SUCCEEDED)
+
+
+@pytest.mark.usefixtures("quick_looks")
+@pytest.mark.parametrize(
+    ("agent", "dial", "fails"),
+    [
+        ("answers", False, True),
+        ("answers", True, False),
+        ("refuses", False, False),
+        ("is silent", True, True),
+    ],
+)
+async def test_connection_without_an_answer_fails_the_job_if_new_ones_do_not_get_through(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, agent: str, dial: bool, fails: bool
+) -> None:
+    waits = Unanswered(mesh.spec("box-1").slots[0], plain_ip("10.77.1.11"), 43211, 9, 18525)
+    looks, dialled = 0, set()
+
+    def look(pids: dict[int, int], *_: object) -> Looked:
+        nonlocal looks
+        looks += 1
+        return Looked(dict.fromkeys(pids, "S"), (waits,) if 0 in pids else ())
+
+    async def answers(host: str, port: int, deadline_s: float) -> bool:
+        dialled.add((host, port))
+        return dial
+
+    async def refuse() -> tuple[int, bytes]:
+        raise RemoteProtocolError("not now")
+
+    first, second = await running(mesh, mesh.spec("box-0", "box-1", code=WAITS))
+    if agent == "refuses":
+        monkeypatch.setattr(second.door, "_open_preflight", refuse)
+    if agent == "is silent":
+        first.unreachable = {"box-1"}
+    monkeypatch.setattr(hosting.preflight, "answers", answers)
+    monkeypatch.setattr(hangs, "look", look)
+    await eventually(lambda: looks > 100 or first.phase() is HostPhase.ENDED)
+    assert ("box-1", f"/v1/jobs/{JOB}/path") in first.calls
+    assert dialled == ({("10.77.1.11", 1)} if agent == "answers" else set())
+    if not fails:
+        assert first.state() is JobState.RUNNING
+        return
+    await eventually(lambda: first.host.jobs[JOB].current_record().failure is not None)
+    failure = first.host.jobs[JOB].current_record().failure
+    assert failure is not None
+    assert failure.reason.startswith("node box-0: the network to box-1 is cut: nothing that was")
 
 
 async def test_job_of_a_launcher_that_died_before_the_start_is_over(

@@ -2,12 +2,20 @@
 
 import asyncio
 import socket
+import sys
 from collections.abc import AsyncIterator
 
 import pytest
 from gpulayer_mesh.errors import TransportError
 from gpulayer_mesh.runtime import preflight
-from gpulayer_mesh.runtime.preflight import FreePorts, PreflightPort, Reached, Target, check
+from gpulayer_mesh.runtime.preflight import (
+    FreePorts,
+    PreflightPort,
+    Reached,
+    Target,
+    answers,
+    check,
+)
 
 pytestmark = pytest.mark.network
 NODE = "a" * 64
@@ -112,3 +120,27 @@ def test_free_ports_are_bindable_and_not_repeated() -> None:
     assert len(set(taken)) == 20
     with socket.create_server(("127.0.0.1", taken[0])):
         pass
+
+
+async def test_accepted_and_refused_connections_answer(port: PreflightPort) -> None:
+    assert await answers("127.0.0.1", port.port, 5)
+    assert await answers("::1", port.port, 5)
+    port.close()
+    assert await answers("127.0.0.1", port.port, 5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others count a backlog in another way")
+async def test_connection_to_nowhere_is_not_answered() -> None:
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        where = full.getsockname()
+        # Linux takes one more than told, and drops what comes then as a firewall does.
+        with socket.create_connection(where), socket.socket() as second:
+            second.setblocking(False)
+            second.connect_ex(where)
+            assert not await answers("127.0.0.1", where[1], 0.5)
+
+
+async def test_address_without_a_route_is_not_answered() -> None:
+    assert not await answers("fe80::1%lo", 9, 5)

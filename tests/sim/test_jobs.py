@@ -7,8 +7,8 @@ at any time and at each of POINTS: as something was taken in, and before and aft
 is done about it. Promises: a node starts its ranks at most once, in all lives of its agent; the job
 ends and every surviving node agrees that nothing of it is left; no ranks outlive it for long; every
 reservation is freed; success means that every rank really finished; a rank that failed for its own
-reason is never passed over for one that lost its peer; how a rank ended is recorded as it was, also
-if it ended while its agent was away.
+reason is never passed over for one that lost its peer, nor is one that is stuck; how a rank ended
+is recorded as it was, also if it ended while its agent was away.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +29,8 @@ from gpulayer_mesh.core.types import Grant
 from job_cases import JOB, ORDER, node, spec
 
 GLOO = "RuntimeError: gloo: Connection closed by peer"
+STUCK = "a rank has been stopped"
+FOUND_S = 25.0  # until an agent that is there sees that
 MINUTES = 15 * 60.0  # virtual; far above every deadline together
 HOURS_S = 6 * 3600.0  # what a clock jumps by at most
 ASKED = (hosted.Start, hosted.Renewed, hosted.Stop)  # in calls of the keeper
@@ -253,6 +256,19 @@ class Node:
             self.said(hosted.RankStarted(rank, 1000 + rank))
             end, code, tail = self.world.fate(rank)
             self.after(end, lambda r=rank, c=code, t=tail: self.exit_rank(r, c, t))
+            if rank == self.world.stuck:
+                self.after(FOUND_S, self.find_stuck)
+
+    def find_stuck(self) -> None:
+        """Have the agent end its ranks for one that is stopped, as soon as it is there."""
+
+        def found() -> None:
+            if self.host.phase is HostPhase.RUNNING:
+                self.handle(hosted.Stop(job.FAILURE_GRACE_S, reason=STUCK))
+
+        if self.shim == "running":
+            self.enter(found)
+            self.after(FOUND_S, self.find_stuck)
 
     def exit_rank(self, rank: int, code: int, tail: str = "", stopped: bool = False) -> None:
         if rank not in self.alive:
@@ -294,6 +310,7 @@ class World:
         self.slow = self.rng.choice([0.01, 0.5, 3.0])
         self.cut: set[int] = set()  # nodes without a network
         self.doomed = {r for r in range(sum(processes)) if self.rng.random() < 0.15}
+        self.stuck = self.rng.choice([*range(sum(processes)), *[None] * 2 * sum(processes)])
         self.deaf = self.rng.random() < 0.3  # peers hang instead of noticing a lost one
         self.point = self.fault = ""  # what happens, once, where something gets to a point
         self.left = 1  # times until it does
@@ -363,6 +380,8 @@ class World:
                 raise Dead
 
     def fate(self, rank: int) -> tuple[float, int, str]:
+        if rank == self.stuck:
+            return math.inf, 0, ""
         if rank in self.doomed:
             return self.rng.uniform(0, 60), 3, "ValueError: doomed"
         return self.rng.uniform(60, 120), 0, ""
@@ -577,7 +596,11 @@ def judge(world: World) -> None:
         assert world.ended_at - world.failed_at < 10.0
     undisturbed = not world.broken and not world.agents_died
     if undisturbed and not world.doomed and not world.asked_to_stop and world.loss < 0.3:
-        assert keeper.state in (JobState.SUCCEEDED, JobState.CANCELLED)
+        if world.stuck is None or not world.went:
+            assert keeper.state in (JobState.SUCCEEDED, JobState.CANCELLED)
+        else:
+            assert keeper.failure is not None
+            assert STUCK in keeper.failure.reason
 
 
 @pytest.mark.configurations(5)

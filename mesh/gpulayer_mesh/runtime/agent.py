@@ -256,6 +256,7 @@ class Agent:
             call=self.peers.call,
             devices=lambda: self.machine.current.devices if self.machine.current else (),
             care=self.machine,
+            addresses=self._addresses_of,
             interface_for=lambda hosts: nics.interface_for(hosts, nics.list_interfaces()),
             cpus_near=cpus_near,
             changed=self._grants_changed,

@@ -25,6 +25,7 @@ from msgspec import Meta
 from gpulayer_mesh.core import hosted, job, restarts, retention, wire
 from gpulayer_mesh.core.devicecare import unfit
 from gpulayer_mesh.core.failure import ended_well
+from gpulayer_mesh.core.hangs import Ip, plain_ip
 from gpulayer_mesh.core.jobspec import (
     OVER,
     Failure,
@@ -36,21 +37,25 @@ from gpulayer_mesh.core.jobspec import (
     JobSpec,
     JobState,
     RankState,
+    Slot,
 )
 from gpulayer_mesh.core.lease import Reservations
 from gpulayer_mesh.core.ownfiles import FUNCTION_HOPELESS, FUNCTION_RESULT
-from gpulayer_mesh.core.rankenv import HostContext, rank_argv, rank_environment
+from gpulayer_mesh.core.rankenv import HostContext, rank_argv, rank_environment, world_size
 from gpulayer_mesh.core.roster import RosterBook
 from gpulayer_mesh.core.tickets import RESTART, Standing, Ticket, Tickets
-from gpulayer_mesh.core.types import Device, Grant, NodeId, Role
+from gpulayer_mesh.core.types import Addresses, Device, Grant, NodeId, Port, Role
 from gpulayer_mesh.errors import (
     GpuLayerError,
     PlacementBusyError,
     Refusal,
     RemoteProtocolError,
+    TransportError,
 )
 from gpulayer_mesh.files import replace_file
+from gpulayer_mesh.runtime import hangs, preflight
 from gpulayer_mesh.runtime.background import Background
+from gpulayer_mesh.runtime.gpus import job_of_process
 from gpulayer_mesh.runtime.livejob import (
     JobFolder,
     LiveJob,
@@ -71,6 +76,7 @@ TAIL_LINES = hosted.TAIL_LINES
 BEFORE_START = frozenset({HostPhase.RESERVED, HostPhase.STAGING, HostPhase.STAGED})
 _GONE = ".gone-"  # in front of the names of folders that are being removed
 SAVE_AGAIN_S = 60.0  # between tries to save a record on a full disk
+PROBE_S = 4.0  # for a node's agent to listen, and again for a connection to be answered
 ASK_S = 5.0  # between questions of a part that is over to the keeper
 
 
@@ -81,6 +87,13 @@ class HaltOrder:
     grace_s: Annotated[float, Meta(ge=0, le=86400)]
     kill: bool
     heard: float  # as `hosted.Renewed.proof`
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedPath:
+    """An ephemeral port on which a node listens for a few seconds, so that another can dial it."""
+
+    port: Port
 
 
 class Care(Protocol):
@@ -112,6 +125,7 @@ class Site:
     call: PeerCall
     devices: Callable[[], tuple[Device, ...]]
     care: Care
+    addresses: Callable[[NodeId], Addresses]  # of any member; at most 8
     interface_for: Callable[[Iterable[str]], str | None]
     cpus_near: Callable[[int | None], tuple[int, ...]]  # a NUMA node, see `gpus.cpus_near`
     changed: Callable[[], None]  # grants changed: tell the mesh
@@ -588,6 +602,8 @@ class JobHost:
         await self._watch_shim(one)
 
     async def _watch_shim(self, one: LiveJob) -> None:
+        if world_size(one.spec) > 1:  # else nobody waits for it
+            self._background.spawn(self._watch_for_hangs(one))
         async for event in self.site.shims.watch(one.path, one.until):
             if isinstance(event, hosted.RankExited):
                 tail = await asyncio.to_thread(
@@ -597,6 +613,47 @@ class JobHost:
                 if one.spec.kind is JobKind.FUNCTION and not event.stopped:
                     event = _with_outcome(event, one.path / "out" / f"rank{event.rank}")
             self.on_host(one, event)
+
+    async def _watch_for_hangs(self, one: LiveJob) -> None:
+        """End the ranks of this node when they wait for what cannot come."""
+        others = [slot for slot in one.spec.slots if slot.node != self.site.node]
+        reason = await hangs.watch(
+            lambda: self._rank_pids(one),
+            lambda: self._by_ip(others),
+            lambda pid: job_of_process(pid) == one.spec.id,
+            lambda peer, ip: self._answers(one, peer, ip),
+        )
+        if reason and one.machine.phase is HostPhase.RUNNING:
+            log.warning("job %s: %s", one.spec.id, reason)
+            self.on_host(one, hosted.Stop(job.FAILURE_GRACE_S, reason=reason))
+
+    def _rank_pids(self, one: LiveJob) -> dict[int, int] | None:
+        """Return the main processes of the ranks that run; None once the end has begun."""
+        if one.machine.phase is not HostPhase.RUNNING:
+            return None
+        running = (rank for rank in one.report().ranks if rank.state is RankState.RUNNING)
+        return {rank.rank: rank.pid for rank in running if rank.pid}
+
+    def _by_ip(self, slots: Iterable[Slot]) -> dict[Ip, Slot]:
+        return {
+            plain_ip(address.host): slot
+            for slot in slots
+            for address in self.site.addresses(slot.node)
+        }
+
+    async def _answers(self, one: LiveJob, peer: Slot, ip: Ip) -> bool | None:
+        """Try whether new connections to another node of a job get through; None: who knows."""
+        path = f"/v1/jobs/{one.spec.id}/path"
+        try:
+            answer = await self.site.call(peer.node, "POST", path, deadline_s=PROBE_S)
+            opened = wire.decode_as(OpenedPath, wire.unpack(answer))
+        except TransportError:
+            return False  # not even its agent can be reached
+        except GpuLayerError:
+            return None
+        hosts = [address.host for address in self.site.addresses(peer.node)]
+        host = next((host for host in hosts if plain_ip(host) == ip), str(ip))
+        return await preflight.answers(host, opened.port, PROBE_S)
 
     def _shim_config(self, one: LiveJob, order: GoOrder) -> ShimConfig:
         spec = one.spec

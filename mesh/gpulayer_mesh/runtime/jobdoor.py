@@ -41,7 +41,7 @@ from gpulayer_mesh.errors import (
     TransportError,
 )
 from gpulayer_mesh.runtime.door import DoorRequest, Route, Stream
-from gpulayer_mesh.runtime.hosting import BEFORE_START, HaltOrder, JobHost
+from gpulayer_mesh.runtime.hosting import BEFORE_START, HaltOrder, JobHost, OpenedPath
 from gpulayer_mesh.runtime.livejob import (
     CHAIN_MAX,
     LiveJob,
@@ -132,6 +132,7 @@ class JobDoor:
             Route("POST", one + "/preflight/open", self.preflight_open),
             Route("POST", one + "/preflight/check", self.preflight_check),
             Route("POST", one + "/port", self.free_port),
+            Route("POST", one + "/path", self.open_path),
             Route("POST", one + "/go", self.go, None, order),
             Route("POST", one + "/start", self.start, None, order),
             Route("POST", one + "/lease", self.lease, None, large),
@@ -323,6 +324,12 @@ class JobDoor:
         known = [report.at for report in record.reports if report.node == self._site.node]
         self._host.called(one, max(known, default=0.0))
         return one.report()
+
+    async def open_path(self, request: DoorRequest) -> OpenedPath:
+        """Listen for a moment, for a participant whose ranks get no answer from here."""
+        _only(request, *self._job(request).participants)
+        port, _ = await self._open_preflight()
+        return OpenedPath(port)
 
     async def halt(self, request: DoorRequest) -> HostReport:
         """The keeper ends this node's ranks."""
