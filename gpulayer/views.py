@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gpulayer_mesh.core.jobspec import Failure, JobRecord, JobSpec, RankStatus
     from gpulayer_mesh.core.logrecord import LogRecord
     from gpulayer_mesh.core.placement import Plan
-    from gpulayer_mesh.core.types import Blocked, MemberSnapshot, Snapshot
+    from gpulayer_mesh.core.types import Blocked, Link, MemberSnapshot, Snapshot
     from gpulayer_mesh.errors import Refusal
 
     from gpulayer.services import Service
@@ -143,6 +143,12 @@ def size(count: float) -> str:
     return f"{count:.1f} {unit}" if count < 9.95 and unit != "B" else f"{count:.0f} {unit}"
 
 
+def mbit(bytes_s: int) -> str:
+    """Show a bandwidth in Mbit/s: `940`, `9.4`."""
+    value = bytes_s * 8 / 1e6
+    return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}"
+
+
 def counted(number: int, word: str) -> str:
     """Return `1 node`, `2 nodes`, `2 processes`."""
     plural = word + ("es" if word.endswith("s") else "s")
@@ -170,8 +176,11 @@ def minor(version: str | None) -> str:
 
 def status_lines(snapshot: Snapshot, *, width: int = TABLE_WIDTH) -> list[str]:
     """Return the table of `gpulayer mesh status`."""
-    rows = [_status_row(m, m.node == snapshot.answered_by) for m in _by_name(snapshot)]
-    header = "NODE STATE ROLES GPUS CPU MEM ZONE LINK JOBS LOAD SEEN TORCH/PY"
+    here = _links_here(snapshot)
+    rows = [
+        _status_row(m, m.node == snapshot.answered_by, here.get(m.node)) for m in _by_name(snapshot)
+    ]
+    header = "NODE STATE ROLES GPUS CPU MEM ZONE LINK MBIT/S AGE JOBS LOAD SEEN TORCH/PY"
     return table(header.split(), rows, width=width, shrink=(0, 3, 6))
 
 
@@ -189,7 +198,18 @@ def problem_lines(snapshot: Snapshot) -> list[str]:
     return lines
 
 
-def _status_row(m: MemberSnapshot, answering: bool) -> tuple[str, ...]:
+def _links_here(snapshot: Snapshot) -> dict[str, Link]:
+    """Return the measured links of the member that answered, by the other end."""
+    nodes = [m.node for m in snapshot.members]
+    found = {}
+    for link in snapshot.links:
+        ends = (nodes[link.a], nodes[link.b])
+        if snapshot.answered_by in ends:
+            found[ends[ends[0] == snapshot.answered_by]] = link
+    return found
+
+
+def _status_row(m: MemberSnapshot, answering: bool, measured: Link | None) -> tuple[str, ...]:
     caps, load = m.caps, m.load
     memory_mib = load.memory_available_mib if load else caps.memory_available_mib if caps else 0
     link = f"{m.via} {m.rtt_ms:.1f}ms" if m.rtt_ms is not None else m.via
@@ -202,6 +222,8 @@ def _status_row(m: MemberSnapshot, answering: bool) -> tuple[str, ...]:
         f"{memory_mib / 1024:.0f}/{caps.memory_total_mib / 1024:.0f}G" if caps else "-",
         m.zone,
         "here" if answering else link or "-",
+        mbit(measured.bytes_s) if measured and measured.bytes_s else "",
+        duration(measured.age_s) if measured and measured.bytes_s else "",
         str(len(m.grants)),
         f"{load.cpu_percent:.0f}%" if load else "-",
         "now" if answering else duration(m.heard_s),
@@ -251,6 +273,18 @@ def status_json(snapshot: Snapshot, *, answered_ms: float) -> dict[str, Any]:
         },
         "answered_ms": round(answered_ms, 1),
         "nodes": [_node_json(m) for m in _by_name(snapshot)],
+        "links": [
+            {
+                "nodes": [snapshot.members[link.a].node, snapshot.members[link.b].node],
+                "names": [snapshot.members[link.a].name, snapshot.members[link.b].name],
+                "rtt_ms": None if link.rtt_us is None else link.rtt_us / 1000,
+                "mbit_s": None if link.bytes_s is None else round(link.bytes_s * 8 / 1e6, 1),
+                "mtu": link.mtu,
+                "age_s": link.age_s if link.bytes_s is not None else None,
+                "source": None if link.source is None else link.source.value,
+            }
+            for link in snapshot.links
+        ],
     }
 
 
@@ -266,6 +300,7 @@ def _node_json(m: MemberSnapshot) -> dict[str, Any]:
         "heard_s": None if m.heard_s is None else round(m.heard_s, 3),
         "roles": [role.value for role in m.roles],
         "zone": m.zone,
+        "zone_inferred": m.zone_inferred,
         "addresses": [
             f"[{a.host}]:{a.port}" if ":" in a.host else f"{a.host}:{a.port}" for a in m.addresses
         ],

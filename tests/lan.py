@@ -285,10 +285,8 @@ class Host:
 
     def shape(self, mbit: float) -> None:
         """Limit the link to this speed, both ways."""
-        burst = max(32_000, int(mbit * 1e6 / 8 / 100))  # bytes; 10 ms worth, or tbf stays below
-        limit = ("root", "tbf", "rate", f"{mbit}mbit", "burst", str(burst), "latency", "100ms")
-        _run("tc", "-n", self.namespace, "qdisc", "replace", "dev", "eth0", *limit)
-        _run("tc", "-n", self._switch, "qdisc", "replace", "dev", self._port, *limit)
+        for namespace, device in ((self.namespace, "eth0"), (self._switch, self._port)):
+            _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *_limit(mbit))
 
     def clear(self) -> None:
         """End block, loss and shape."""
@@ -392,6 +390,23 @@ class Lan:
         for host in self:
             host._set_up()
 
+    def split(self, hosts: Sequence[str], mbit: float) -> None:
+        """Put these hosts on a second switch; all that passes between both shares this speed."""
+        commands = ["link add lan1 type bridge mcast_snooping 0", "link set lan1 up"]
+        commands.append("link add trunk0 type veth peer name trunk1")
+        commands += [f"link set trunk{i} master lan{i} up" for i in (0, 1)]
+        commands += [f"link set {self[name]._port} master lan1" for name in hosts]
+        _ip("-n", self.tag, "-batch", "-", input="\n".join(commands))
+        for end in ("trunk0", "trunk1"):
+            _run("tc", "-n", self.tag, "qdisc", "replace", "dev", end, "root", *_limit(mbit))
+
+    def join(self) -> None:
+        """Put all hosts on one switch again."""
+        commands = ["link del trunk0"]
+        commands += [f"link set {host._port} master lan0" for host in self]
+        commands.append("link del lan1")
+        _ip("-n", self.tag, "-batch", "-", input="\n".join(commands))
+
     def close(self) -> None:
         """Kill what runs on the hosts and remove them, their files and the switch."""
         atexit.unregister(self.close)
@@ -436,6 +451,12 @@ def memory_group(limit_bytes: int) -> Iterator[Path]:
                 raise LanError(f"processes are left in {group}")
             time.sleep(0.01)
         group.rmdir()
+
+
+def _limit(mbit: float) -> tuple[str, ...]:
+    """Return the queue that lets this much through."""
+    burst = max(32_000, int(mbit * 1e6 / 8 / 100))  # bytes; 10 ms worth, or tbf stays below
+    return ("tbf", "rate", f"{mbit}mbit", "burst", str(burst), "latency", "100ms")
 
 
 def _folder(tag: str) -> Path:

@@ -185,9 +185,7 @@ def test_loss_drops_about_its_share(mended: Lan) -> None:
     assert 160 <= answers <= 260
 
 
-def test_shaped_link_is_slow(mended: Lan) -> None:
-    box, laptop = mended["box-1"], mended["laptop"]
-    script = """
+SINK = """
 import socket, sys, time
 sink = socket.create_server(("0.0.0.0", 0))
 print("port", sink.getsockname()[1], flush=True)
@@ -197,14 +195,32 @@ while data := source.recv(65536):
     received += len(data)
 print("mbit", received * 8 / 1e6 / (time.monotonic() - start), flush=True)
 """
-    sink = box.popen([sys.executable, "-c", script])
-    port = sink.expect(r"port (\d+)", 10)[1]
-    laptop.shape(10)
-    send = (
-        f"import socket; socket.create_connection(('{box.address}', {port})).sendall(bytes(10**6))"
-    )
-    laptop.run([sys.executable, "-c", send], check=True)
-    assert 5 <= float(sink.expect(r"mbit ([\d.]+)", 10)[1]) <= 15
+
+
+def mbit_between(source: Host, target: Host) -> float:
+    sink = target.popen([sys.executable, "-c", SINK])
+    where = (target.address, int(sink.expect(r"port (\d+)", 10)[1]))
+    send = f"import socket; socket.create_connection({where}).sendall(bytes(10**6))"
+    source.run([sys.executable, "-c", send], check=True)
+    return float(sink.expect(r"mbit ([\d.]+)", 10)[1])
+
+
+def test_shaped_link_is_slow(mended: Lan) -> None:
+    mended["laptop"].shape(10)
+    assert 5 <= mbit_between(mended["laptop"], mended["box-1"]) <= 15
+
+
+def test_trunk_between_two_switches_is_slow_and_nothing_else_is(mended: Lan) -> None:
+    laptop, *boxes = mended
+    mended.split([boxes[1].name, boxes[2].name], 10)
+    try:
+        assert 5 <= mbit_between(laptop, boxes[1]) <= 15
+        assert 5 <= mbit_between(boxes[2], boxes[0]) <= 15
+        assert mbit_between(laptop, boxes[0]) > 30
+        assert mbit_between(boxes[1], boxes[2]) > 30
+    finally:
+        mended.join()
+    assert mbit_between(laptop, boxes[1]) > 30
 
 
 def test_arguments_and_exit_code_pass_unchanged(lan: Lan) -> None:

@@ -32,6 +32,8 @@ from gpulayer_mesh.core.types import (
     Device,
     DeviceProcess,
     Grant,
+    Link,
+    LinkSource,
     Load,
     MemberSnapshot,
     NodeState,
@@ -542,7 +544,9 @@ def test_every_json_field_is_documented() -> None:
     one = member("box", caps=caps, grants=(Grant("k7f2k7f2k7", 1),))
     job = record(JobState.FAILED, Failure(1, "box-2", 1, "exit code 1"))
     plain = [
-        views.status_json(Snapshot("a" * 64, one.node, 3, (one,)), answered_ms=1.0),
+        views.status_json(
+            Snapshot("a" * 64, one.node, 3, (one, one), (Link(0, 1),)), answered_ms=1.0
+        ),
         views.jobs_json([job]),
         views.log_json(job.spec, line(0, b"x")),
     ]
@@ -598,8 +602,26 @@ members = st.builds(
     caps=st.none() | capabilities,
     grants=st.lists(st.builds(Grant, job=st.just("k7f2k7f2k7"), processes=st.just(1))).map(tuple),
 )
-snapshots = st.lists(members, max_size=12).map(
-    lambda ms: Snapshot("a" * 64, ms[0].node if ms else "b" * 64, 3, tuple(ms))
+measured = st.builds(
+    Link,
+    a=st.just(0),
+    b=st.integers(1, 11),
+    rtt_us=st.none() | st.integers(1, 10**7),
+    bytes_s=st.none() | st.integers(1, 10**11),
+    mtu=st.none() | st.just(1500),
+    age_s=st.integers(0, 10**5),
+    source=st.none() | st.sampled_from(LinkSource),
+)
+snapshots = st.builds(
+    lambda ms, links: Snapshot(
+        "a" * 64,
+        ms[0].node if ms else "b" * 64,
+        3,
+        tuple(ms),
+        tuple(link for link in links if link.b < len(ms)),
+    ),
+    st.lists(members, max_size=12),
+    st.lists(measured, max_size=11, unique_by=lambda link: link.b),
 )
 
 
@@ -616,13 +638,16 @@ def test_status_table_fits_a_hundred_columns(snapshot: Snapshot) -> None:
 def test_status_json_has_the_same_fields_whatever_is_known(snapshot: Snapshot) -> None:
     plain = views.status_json(snapshot, answered_ms=1.234)
     assert set(plain) == {
-        "schema", "mesh", "roster_epoch", "answered_by", "answered_ms", "nodes",
+        "schema", "mesh", "roster_epoch", "answered_by", "answered_ms", "nodes", "links",
     }  # fmt: skip
+    assert len(plain["links"]) == len(snapshot.links)
+    for link in plain["links"]:
+        assert set(link) == {"nodes", "names", "rtt_ms", "mbit_s", "mtu", "age_s", "source"}
     for node in plain["nodes"]:
         assert set(node) == {
-            "node", "name", "state", "since_s", "heard_s", "roles", "zone", "addresses", "via",
-            "rtt_ms", "cpus", "memory_total_mib", "memory_available_mib", "disk_free_mib",
-            "cpu_percent", "os", "python", "gpulayer", "torch", "torch_backends",
+            "node", "name", "state", "since_s", "heard_s", "roles", "zone", "zone_inferred",
+            "addresses", "via", "rtt_ms", "cpus", "memory_total_mib", "memory_available_mib",
+            "disk_free_mib", "cpu_percent", "os", "python", "gpulayer", "torch", "torch_backends",
             "torch_problems", "accelerators", "devices", "jobs",
         }  # fmt: skip
         assert node["addresses"] == ["192.168.1.7:47433", "[fe80::1%eth0]:47433"]
@@ -667,6 +692,35 @@ def test_status_row_of_a_gpu_box_says_what_is_free() -> None:
          "12%", "0.8s", "2.13/3.11"],
         ["laptop", "no agent", "l+a", "-", "-", "-", "-", "0", "-", "-", "-"],
     ]  # fmt: skip
+
+
+def test_status_shows_the_links_of_who_answers_and_json_all() -> None:
+    a, b, c = (member(name, via="udp", rtt_ms=1.0, zone=f"~{name}") for name in "abc")
+    links = (
+        Link(0, 1, 900, 117_500_000, 1500, 312, LinkSource.PROBE),
+        Link(0, 2, 1100, 1_000_000, None, 4, LinkSource.TRANSFER),
+        Link(1, 2, 2000),
+    )
+    snapshot = Snapshot("a" * 64, b.node, 3, (a, replace(b, zone_inferred=True), c), links)
+    rows = [row.split() for row in views.status_lines(snapshot)]
+    at = rows[0].index("ZONE")
+    assert rows[0][at : at + 5] == ["ZONE", "LINK", "MBIT/S", "AGE", "JOBS"]
+    assert rows[1][at : at + 5] == ["~a", "udp", "1.0ms", "940", "5m12s"]
+    assert rows[2][at : at + 2] == ["~b", "here"]
+    assert "940" not in rows[2]
+    assert rows[3][at : at + 4] == ["~c", "udp", "1.0ms", "0"]  # not measured by b
+    plain = views.status_json(snapshot, answered_ms=1.0)
+    assert [node["zone_inferred"] for node in plain["nodes"]] == [False, True, False]
+    assert plain["links"][1] == {
+        "nodes": [a.node, c.node],
+        "names": ["a", "c"],
+        "rtt_ms": 1.1,
+        "mbit_s": 8.0,
+        "mtu": None,
+        "age_s": 4,
+        "source": "transfer",
+    }
+    assert [plain["links"][2][key] for key in ("mbit_s", "age_s", "source")] == [None] * 3
 
 
 @given(

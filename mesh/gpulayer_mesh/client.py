@@ -40,6 +40,7 @@ from gpulayer_mesh.errors import (
     NoMeshError,
     NotAllowedError,
     NotFoundError,
+    RemoteProtocolError,
     RemovedError,
     TransportError,
 )
@@ -52,7 +53,7 @@ T = TypeVar("T")
 
 CALL_S = 10.0  # default deadline of one call
 MDNS_AFTER_S = 0.3  # remembered addresses get this head start over multicast
-SNAPSHOT_MAX = 16 * 1024 * 1024  # 1,024 members with full capabilities
+SNAPSHOT_MAX = 16 * 1024 * 1024  # 1,024 members with full capabilities, 32 links of each
 LOG_RETRY_S = (0.2, 0.5, 1.0)  # then each 1 s: the prompt waits for it where a node is lost
 LOG_LATE_S = 10.0  # after the job's end, for an agent that is being restarted
 FETCH_RETRY_S = (0.2, 1.0, 3.0)
@@ -180,6 +181,8 @@ class MeshClient:
         """Return what the entry member believes about everybody."""
         plain = await self.call(self.entry, "GET", "/v1/snapshot", max_bytes=SNAPSHOT_MAX)
         snapshot = wire.decode_as(Snapshot, plain)
+        if any(not link.a < link.b < len(snapshot.members) for link in snapshot.links):
+            raise RemoteProtocolError("a link between members that are not listed")
         for member in snapshot.members:
             if member.addresses:
                 self._addresses[member.node] = merged(

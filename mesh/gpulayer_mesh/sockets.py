@@ -11,6 +11,9 @@ import contextlib
 import os
 import socket
 import ssl
+import sys
+
+_LINUX_IP_MTU, _LINUX_IPV6_MTU = 14, 24  # of <linux/in.h> and in6.h; Python does not name them
 
 DEAD_PATH_S = 20  # half-open TCP: unacknowledged data or three lost keepalives end it
 
@@ -48,6 +51,20 @@ def watch_path(transport: asyncio.BaseTransport) -> None:
     for option in options:
         with contextlib.suppress(OSError):
             connection.setsockopt(*option)
+
+
+def path_mtu(transport: asyncio.BaseTransport) -> int | None:
+    """Return the MTU of a connection's path as the kernel knows it; None where it does not say."""
+    if sys.platform != "linux":
+        return None
+    connection = transport.get_extra_info("socket")
+    option = (socket.IPPROTO_IP, _LINUX_IP_MTU)
+    try:
+        if connection.family == socket.AF_INET6 and "." not in connection.getpeername()[0]:
+            option = (socket.IPPROTO_IPV6, _LINUX_IPV6_MTU)
+        return int(connection.getsockopt(*option))
+    except OSError:  # it is closed
+        return None
 
 
 def words(error: BaseException | None) -> str:

@@ -67,10 +67,13 @@ class LanMesh:
         )
         return done
 
+    def status_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.gpulayer("mesh", "status", "--json").stdout)
+        return found
+
     def status(self) -> dict[str, dict[str, Any]]:
         """Return the JSON rows by node name."""
-        found = json.loads(self.gpulayer("mesh", "status", "--json").stdout)
-        return {row["name"]: row for row in found["nodes"]}
+        return {row["name"]: row for row in self.status_json()["nodes"]}
 
     def state(self, name: str) -> str | None:
         return self.status()[name]["state"]

@@ -15,24 +15,26 @@ import random
 import signal
 import sys
 import time
+from dataclasses import replace
 from typing import Any, assert_never
 
 import gpulayer_mesh
 from gpulayer_mesh import config as configuration
 from gpulayer_mesh.config import AgentConfig
 from gpulayer_mesh.core import swim, wire
-from gpulayer_mesh.core.capsbook import CapsBook
 from gpulayer_mesh.core.devicecare import DeviceCare
 from gpulayer_mesh.core.gossip_codec import Codec
 from gpulayer_mesh.core.jobspec import JobSpec
 from gpulayer_mesh.core.lease import Reservations
 from gpulayer_mesh.core.membership import Membership
+from gpulayer_mesh.core.recordbook import RecordBook
 from gpulayer_mesh.core.types import (
     Addresses,
     AliveRecord,
     Capabilities,
     CapsRecord,
     Incarnation,
+    LinkReport,
     MemberSnapshot,
     NodeId,
     Snapshot,
@@ -51,6 +53,7 @@ from gpulayer_mesh.runtime.gpus import Gpus, cpus_near, load_nvml
 from gpulayer_mesh.runtime.ground import Means
 from gpulayer_mesh.runtime.hosting import JobHost, Site
 from gpulayer_mesh.runtime.jobdoor import JobDoor
+from gpulayer_mesh.runtime.links import Links
 from gpulayer_mesh.runtime.livejob import may_launch, open_signed
 from gpulayer_mesh.runtime.packets import PacketPort
 from gpulayer_mesh.runtime.peers import ADDRESSES_MAX, Peers
@@ -126,6 +129,7 @@ class Agent:
             book=self.book,
             node=self.node,
             on_roster=self._offer_roster,
+            received=lambda node, size: self.links.received(node, size),
         )
         stack.push_async_callback(self.dialer.close)
         self.machine = Machine(
@@ -153,7 +157,7 @@ class Agent:
             rng=random.Random(),
             now=time.monotonic(),
         )
-        self.caps = CapsBook(self.book)
+        self.caps = RecordBook(self.book, "caps", CapsRecord)
         self.peers = Peers(
             home=self.home,
             node=self.node,
@@ -165,11 +169,24 @@ class Agent:
             contacted=lambda node: self.gossip.post(swim.Contact(node)),
         )
         stack.push_async_callback(self.peers.close)
+        reports = RecordBook(self.book, "links", LinkReport)
+        self.links = Links(
+            node=self.node,
+            boot=self.boot,
+            key=self.identity.key,
+            book=self.book,
+            views=self.members.members,
+            reports=reports,
+            stream=self.peers.stream,
+            path_mtu=self.dialer.path_mtu,
+            busy=lambda: bool(self.reservations.grants),
+        )
         self.gossip = Gossip(
             node=self.node,
             book=self.book,
             members=self.members,
             caps=self.caps,
+            links=reports,
             codec=Codec(
                 mesh=self.book.mesh,
                 node=self.node,
@@ -198,6 +215,7 @@ class Agent:
                 Route("GET", "/v1/ping", self.ping),
                 Route("GET", "/v1/snapshot", self.snapshot),
                 *self.gossip.routes(),
+                *self.links.routes(),
                 *self._job_door().routes(),
                 *self.copies.routes(),
                 *self.restarts.routes(),
@@ -219,6 +237,7 @@ class Agent:
             self.peers.follow(self.discovery.candidates),
             self.peers.seek(),
             self.peers.save(),
+            self.links.run(),
             self._follow_interfaces(),
             self._follow_machine(),
             self._report_load(),
@@ -324,6 +343,7 @@ class Agent:
         self.door.enforce()
         self.caps.keep(members)
         self.peers.keep(members)
+        self.links.keep(members)
         self.gossip.post(swim.RosterChanged(members))
         self.jobs.enforce()
         if self.node not in members:
@@ -436,12 +456,13 @@ class Agent:
         return self._snapshot()
 
     def _snapshot(self) -> Snapshot:
-        return Snapshot(
-            self.book.mesh,
-            self.node,
-            self.book.epoch,
-            tuple(self._row(entry.node) for entry in self.book.members.values()),
+        rows = [self._row(entry.node) for entry in self.book.members.values()]
+        links, zones = self.links.view(rows)
+        members = tuple(
+            replace(row, zone=zone, zone_inferred=True) if zone else row
+            for row, zone in zip(rows, zones, strict=True)
         )
+        return Snapshot(self.book.mesh, self.node, self.book.epoch, members, links)
 
     def _row(self, node: NodeId) -> MemberSnapshot:
         entry = self.book.members[node]

@@ -39,7 +39,7 @@ from gpulayer_mesh.errors import (
     RemovedError,
     TransportError,
 )
-from gpulayer_mesh.sockets import watch_path, words
+from gpulayer_mesh.sockets import path_mtu, watch_path, words
 
 DIAL_S = 2.0  # per address, TCP and TLS; a LAN answers in milliseconds
 STAGGER_S = 0.1  # head start of the better address
@@ -77,6 +77,7 @@ class Dialer:
         book: whom we speak to at all, and what we show to peers that do not know us.
         node: our own id.
         on_roster: called with a newer signed roster that does not list us; `book` holds it then.
+        received: called with the size of each piece of an answer as it arrives.
     """
 
     def __init__(
@@ -86,13 +87,16 @@ class Dialer:
         book: RosterBook,
         node: NodeId,
         on_roster: Callable[[bytes], object],
+        received: Callable[[NodeId, int], object] = lambda node, size: None,
     ) -> None:
         self._context = context
         self._book = book
         self._node = node
         self._on_roster = on_roster
+        self._received = received
         self._candidates: dict[NodeId, Sequence[Address]] = {}
         self._good: dict[NodeId, Address] = {}  # what worked last
+        self._mtus: dict[NodeId, int | None] = {}  # of the newest connection
         self._session = self._new_session()
         self._made: set[asyncio.Transport] = set()  # every connection that is still open
         self._closing: set[asyncio.Task[None]] = set()
@@ -124,6 +128,10 @@ class Dialer:
     def good_address(self, node: NodeId) -> Address | None:
         """Return where a node was reached last, to be remembered; None if it never was."""
         return self._good.get(node)
+
+    def path_mtu(self, node: NodeId) -> int | None:
+        """Return the MTU on the way to a node; None if it is not known."""
+        return self._mtus.get(node)
 
     async def request(
         self,
@@ -233,6 +241,7 @@ class Dialer:
                 else:
                     try:
                         async for part in response.content.iter_any():
+                            self._received(node, len(part))
                             yield part
                     except (aiohttp.ClientError, OSError) as e:
                         raise TransportError(
@@ -331,6 +340,8 @@ class Dialer:
             raise TransportError(f"cannot reach {self._name(node)}: {tried}")
         self._good[node] = addresses[index]
         protocol: ResponseHandler = winner[0]
+        if protocol.transport is not None:  # the door may have closed already
+            self._mtus[node] = path_mtu(protocol.transport)
         return protocol
 
     async def _dial(

@@ -1,8 +1,8 @@
 """The shell of `core.membership`: packets, stream probes, and the full-state exchange.
 
 One task owns the machine; everything that happens becomes an event in its queue, and its effects
-are carried out here. The exchange also carries what is too large for packets: the roster, and
-signed capabilities records. This module does not know who decides about a roster
+are carried out here. The exchange also carries what is too large for packets: the roster, signed
+records of capabilities and of links. This module does not know who decides about a roster
 (`offer_roster`), what capabilities mean, or how a member is reached (`peers`).
 """
 
@@ -16,12 +16,12 @@ from collections.abc import Callable
 from typing import Any, assert_never
 
 from gpulayer_mesh.core import swim, wire
-from gpulayer_mesh.core.capsbook import CapsBook, Version
 from gpulayer_mesh.core.gossip_codec import Codec
 from gpulayer_mesh.core.membership import Membership
+from gpulayer_mesh.core.recordbook import RecordBook, Version
 from gpulayer_mesh.core.roster import RosterBook
 from gpulayer_mesh.core.rumour import Rumour
-from gpulayer_mesh.core.types import AliveRecord, NodeId, NodeState
+from gpulayer_mesh.core.types import AliveRecord, CapsRecord, LinkReport, NodeId, NodeState
 from gpulayer_mesh.errors import GpuLayerError, RemoteProtocolError, TransportError
 from gpulayer_mesh.runtime.background import Background
 from gpulayer_mesh.runtime.door import DoorRequest, Route
@@ -34,6 +34,8 @@ PROBE_S = 3.0  # a stream probe is only useful while SWIM still waits for it
 SYNC_S = 10.0
 SYNC_MAX = 8 * 1024 * 1024  # 1,024 members' rumours (0.9 MiB) and what capabilities fit below
 CAPS_PER_SYNC_BYTES = 4 * 1024 * 1024  # the rest comes with the next exchange
+LINKS_PER_SYNC_BYTES = 256 * 1024  # a hundred reports; 1.2 kB/s at the pace of 1,000 members
+_SHORT = 16  # digits of a node id that name it among the versions of link reports; all are 300 B/s
 
 
 class Gossip:
@@ -45,7 +47,8 @@ class Gossip:
         node: NodeId,
         book: RosterBook,
         members: Membership,
-        caps: CapsBook,
+        caps: RecordBook[CapsRecord],
+        links: RecordBook[LinkReport],
         codec: Codec,
         packets: PacketPort,
         peers: Peers,
@@ -55,6 +58,7 @@ class Gossip:
         self._book = book
         self._members = members
         self._caps = caps
+        self._links = links
         self._codec = codec
         self._packets = packets
         self._peers = peers
@@ -173,7 +177,9 @@ class Gossip:
     # --- full-state exchange ---------------------------------------------------------------------
 
     async def _sync_with(self, node: NodeId) -> None:
-        body = wire.pack(self._sync_body())
+        own = self._links.signed(self._node)
+        # Our own report goes along, so that it does not wait until somebody asks us.
+        body = wire.pack({**self._sync_body(), "links": [] if own is None else [own]})
         answer = await self._peers.call(node, "POST", "/v1/sync", body, deadline_s=SYNC_S)
         self._take_sync(node, wire.unpack(answer, max_bytes=SYNC_MAX))
 
@@ -182,13 +188,19 @@ class Gossip:
         self._take_sync(request.peer, plain)
         have = wire.decode_as(dict[NodeId, Version], plain.get("have", {}))
         caps = self._caps.newer_than(have, max_bytes=CAPS_PER_SYNC_BYTES)
-        return {**self._sync_body(), "caps": caps}
+        short = wire.decode_as(dict[str, Version], plain.get("have_links", {}))
+        theirs = {
+            node: short[node[:_SHORT]] for node in self._links.versions if node[:_SHORT] in short
+        }
+        links = self._links.newer_than(theirs, max_bytes=LINKS_PER_SYNC_BYTES)
+        return {**self._sync_body(), "caps": caps, "links": links}
 
     def _sync_body(self) -> dict[str, Any]:
         return {
             "rumours": [self._codec.sign(rumour) for rumour in self._members.full_state()],
             "roster": self._book.signed,
             "have": self._caps.versions,
+            "have_links": {node[:_SHORT]: v for node, v in self._links.versions.items()},
         }
 
     def _take_sync(self, peer: NodeId, plain: Any) -> None:
@@ -202,9 +214,10 @@ class Gossip:
                 rumours.append(self._codec.open(signed))
         # At once, not through the queue: the answer must hold our refutation.
         self._handle(swim.Synced(peer, tuple(rumours)))
-        for signed in _signed_list(plain.get("caps", [])):
-            with contextlib.suppress(RemoteProtocolError):
-                self._caps.offer(signed)
+        for kind, records in (("caps", self._caps), ("links", self._links)):
+            for signed in _signed_list(plain.get(kind, [])):
+                with contextlib.suppress(RemoteProtocolError):
+                    records.offer(signed)
 
     async def _pull_caps(self, node: NodeId) -> None:
         self._caps.offer(await self._peers.call(node, "GET", "/v1/caps"))

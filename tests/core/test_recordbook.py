@@ -1,4 +1,4 @@
-"""The newest capabilities of each member, whoever brings them."""
+"""The newest record of each member, whoever brings it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from gpulayer_mesh.core import certificates, roster, wire
-from gpulayer_mesh.core.capsbook import CapsBook
+from gpulayer_mesh.core.recordbook import RecordBook
 from gpulayer_mesh.core.roster import Roster, RosterBook
 from gpulayer_mesh.core.types import Capabilities, CapsRecord, NodeId, Role
 from gpulayer_mesh.errors import RemoteProtocolError
@@ -19,12 +19,13 @@ A, B, STRANGER = (certificates.id_of(key) for key in KEYS)
 CAPS = Capabilities(4, 100, 50, 10, "Linux", "3.11.7", "0.1.0", None)
 
 
-def caps_book() -> CapsBook:
+def caps_book() -> RecordBook[CapsRecord]:
     entries = tuple(
         roster.entry(key.public_key().public_bytes_raw(), name, (Role.WORKER,))
         for key, name in zip(KEYS[:2], "ab", strict=True)
     )
-    return CapsBook(RosterBook(CA.public_key(), roster.seal_roster(CA, Roster(MESH, 1, entries))))
+    members = RosterBook(CA.public_key(), roster.seal_roster(CA, Roster(MESH, 1, entries)))
+    return RecordBook(members, "caps", CapsRecord)
 
 
 def signed(node: NodeId, boot: int, version: int, by: NodeId | None = None, **fields: Any) -> bytes:

@@ -1,31 +1,54 @@
-"""The newest capabilities record of each member, as its node signed it.
+"""The newest record of one kind of each member, as its node signed it.
 
-Records are relayed unchanged, so whoever passes one on need not be believed. Order is (boot,
-version), which only the subject raises. This module does not know how records travel, or who is
-alive. Memory is at most 32 KiB per member.
+What a machine has (`CapsRecord`) and what it measured of its links (`LinkReport`) are such records.
+They are relayed unchanged, so whoever passes one on need not be believed. Order is (boot, version),
+which only the author raises. This module does not know how records travel, what they say, or who
+is alive. Memory is at most 32 KiB per member.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import Generic, Protocol, TypeVar
 
 from gpulayer_mesh.core import wire
 from gpulayer_mesh.core.roster import RosterBook
-from gpulayer_mesh.core.types import CapsRecord, NodeId
+from gpulayer_mesh.core.types import NodeId
 from gpulayer_mesh.errors import RemoteProtocolError
 
 Version = tuple[int, int]  # boot, version
 _NONE: Version = (-1, -1)
 
 
-class CapsBook:
-    """What every member has, as far as heard."""
+class Record(Protocol):
+    """What every kind of record says."""
 
-    def __init__(self, book: RosterBook) -> None:
+    @property
+    def node(self) -> NodeId: ...
+    @property
+    def boot(self) -> int: ...
+    @property
+    def version(self) -> int: ...
+
+
+R = TypeVar("R", bound=Record)
+
+
+class RecordBook(Generic[R]):
+    """What every member says of itself, as far as heard.
+
+    Args:
+        kind: of the envelopes that carry these records.
+        of: what their bodies are.
+    """
+
+    def __init__(self, book: RosterBook, kind: str, of: type[R]) -> None:
         self._book = book
-        self._records: dict[NodeId, tuple[CapsRecord, bytes]] = {}
+        self._kind = kind
+        self._of = of
+        self._records: dict[NodeId, tuple[R, bytes]] = {}
 
-    def get(self, node: NodeId) -> CapsRecord | None:
+    def get(self, node: NodeId) -> R | None:
         found = self._records.get(node)
         return found[0] if found else None
 
@@ -44,7 +67,7 @@ class CapsBook:
         """Everything held, for a peer that wants to know what to send."""
         return {node: self.version(node) for node in self._records}
 
-    def put(self, record: CapsRecord, signed: bytes) -> None:
+    def put(self, record: R, signed: bytes) -> None:
         """Keep a verified record unless a newer one is held."""
         if self.version(record.node) < (record.boot, record.version):
             self._records[record.node] = (record, signed)
@@ -53,18 +76,18 @@ class CapsBook:
         """Verify what a peer brings, and keep it if it is news.
 
         Raises:
-            RemoteProtocolError: malformed, or not signed by the member it describes.
+            RemoteProtocolError: malformed, or not signed by the member it is of.
         """
         envelope = wire.open_envelope(
             signed,
             mesh=self._book.mesh,
             key_of=self._book.key_of,
-            kind="caps",
+            kind=self._kind,
             max_bytes=wire.RECORD_MAX,
         )
-        record = wire.decode_as(CapsRecord, envelope.body)
+        record = wire.decode_as(self._of, envelope.body)
         if record.node != envelope.sender:
-            raise RemoteProtocolError("capabilities signed by somebody else")
+            raise RemoteProtocolError(f"a {self._kind} record signed by somebody else")
         self.put(record, signed)
 
     def newer_than(self, have: Mapping[NodeId, Version], *, max_bytes: int) -> list[bytes]:
