@@ -36,7 +36,7 @@ SLOWER_PERCENT = 1.0
 DELAY_S = 0.25
 
 # Periods of 2 s by the clock: 0.4 s of writing, then 0.6 s for what is still under way. 12 of
-# printing stay below the log's limit of 256 MiB per rank, past which lines are only counted.
+# printing stay below the log's limit of 256 MiB per rank, past which the oldest quarter goes.
 RANK = """
 import json, os, sys, time
 PERIOD, BURST, SETTLED, PERIODS = 2.0, 0.4, 1.0, 24

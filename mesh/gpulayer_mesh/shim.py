@@ -5,7 +5,9 @@ secrets never touch the disk); it then detaches. Standard library only, because 
 milliseconds under any interpreter. The job folder is its whole interface:
 
 - `status`         appended NDJSON events, numbered from 1; locked (flock) while the shim lives
-- `logs/rank<k>.log`  appended records, see `RECORD_FORMAT`; `core.logrecord` reads them
+- `logs/rank<k>.log`  appended records, see `RECORD_FORMAT`; `core.logrecord` reads them. When it is
+                   full the log goes on in `logs/rank<k>.<n>.log`, n the bytes before it, and the
+                   oldest of `SEGMENTS` such files makes room for a new one
 - `stop`           written by the agent: `{"grace_s": 30, "kill": false}`
 - `lease`          touched by the agent; the ranks end when it was not for `agent_silence_s`. With
                    `fence_grace_s` its time is set to the end of the lease instead, in seconds
@@ -45,7 +47,8 @@ OUT, ERR, NOTE = 1, 2, 3  # streams; NOTE is the shim's own word
 CONFIG_MAX = 4 * 1024 * 1024  # bytes of JSON: 1,024 ranks with 4 KiB of arguments and variables
 CONFIG_DEADLINE_S = 30  # the agent writes it at once; a stuck one must not leave a stuck shim
 DATA_MAX = 64 * 1024  # bytes in one record; longer lines are split
-LOG_MAX = 256 * 1024 * 1024  # bytes per rank on disk: 3 million lines; later ones are dropped
+LOG_MAX = 256 * 1024 * 1024  # bytes per rank on disk: 3 million lines; older ones are dropped
+SEGMENTS = 4  # files for them; more would drop less at once
 MASK_MIN = 8  # bytes; hiding shorter secrets would tear holes into ordinary words
 
 _POLL_S = 0.05  # stop file and clocks; a stop is noticed within this
@@ -98,10 +101,12 @@ class _RankLog:
     """The records of one rank. Never blocks the rank: what does not fit is dropped and counted,
     and the last 64 KiB of each stream are kept for the end, where tracebacks are."""
 
-    def __init__(self, path: str, rank: int, limit: int, mask: list[bytes]) -> None:
-        self._file = _AppendFile(path)
+    def __init__(self, folder: str, rank: int, limit: int, mask: list[bytes]) -> None:
+        self._folder = folder
         self._rank = rank
-        self._limit = limit
+        self._starts = [0]  # of the files, in bytes from the log's beginning
+        self._file = _AppendFile(self._path(0))
+        self._segment_max = limit // SEGMENTS
         self._mask = mask
         self._seq = 0
         self._dropped = 0
@@ -111,8 +116,7 @@ class _RankLog:
         for secret in self._mask:
             data = data.replace(secret, b"***")
         for piece in _pieces(data):
-            full = self._file.size >= self._limit
-            if full or not self._settle() or not self._append(stream, piece):
+            if not self._settle() or not self._append(stream, piece):
                 self._dropped += len(piece)
                 if stream in self._kept:
                     self._kept[stream] = (self._kept[stream] + piece)[-DATA_MAX:]
@@ -130,9 +134,7 @@ class _RankLog:
             return True
         kept = {stream: _whole_lines(data) for stream, data in self._kept.items()}
         lost = self._dropped - sum(map(len, kept.values()))
-        full = self._file.size >= self._limit
-        why = f"log limit of {self._limit} bytes reached" if full else "disk full"
-        if not self._append(NOTE, f"{why}, {lost} bytes dropped\n".encode()):
+        if not self._append(NOTE, f"disk full, {lost} bytes dropped\n".encode()):
             return False
         self._dropped = 0
         self._kept = {OUT: b"", ERR: b""}
@@ -143,10 +145,37 @@ class _RankLog:
 
     def _append(self, stream: int, data: bytes) -> bool:
         head = struct.pack(RECORD_FORMAT, self._rank, self._seq + 1, time.time(), stream, len(data))
+        full = self._file.size + len(head) + len(data) > self._segment_max
+        if full and self._file.size and not self._go_on():
+            return False
         if not self._file.append(head + data):
             return False
         self._seq += 1
         return True
+
+    def _go_on(self) -> bool:
+        """Begin the next file, for which the oldest makes room; False where the disk refuses."""
+        if len(self._starts) == SEGMENTS:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path(self._starts[0]))
+            del self._starts[0]
+        start = self._starts[-1] + self._file.size
+        try:
+            fresh = _AppendFile(self._path(start))
+        except OSError:
+            return False
+        os.close(self._file.fd)
+        self._file = fresh
+        self._starts.append(start)
+        return True
+
+    def _path(self, start: int) -> str:
+        return f"{self._folder}/{segment_name(self._rank, start)}"
+
+
+def segment_name(rank: int, start: int) -> str:
+    """Name the file of a rank's log that begins `start` bytes after the log's beginning."""
+    return f"rank{rank}.{start}.log" if start else f"rank{rank}.log"
 
 
 class _Stream:
@@ -249,8 +278,7 @@ class Shim:
         self._events = 0
         self._pending: list[bytes] = []
         self._ranks = [
-            _Rank(c, _RankLog(f"{job_dir}/logs/rank{c['rank']}.log", c["rank"], limit, mask))
-            for c in config["ranks"]
+            _Rank(c, _RankLog(f"{job_dir}/logs", c["rank"], limit, mask)) for c in config["ranks"]
         ]
         self._kill_at: float | None = None  # the end of the grace, once stopping
         self._terms = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -186,26 +187,29 @@ async def test_long_line_is_split_between_characters(tmp_path: Path) -> None:
 
 async def test_hundred_megabytes_with_nobody_reading(tmp_path: Path) -> None:
     script = "for i in range(100_000): print('y' * 1000, i)\nprint('the end')"
-    job = await Job(tmp_path, script, env={"PYTHONUNBUFFERED": ""}, log_limit_bytes=2**20).start()
+    job = await Job(tmp_path, script, env={"PYTHONUNBUFFERED": ""}, log_limit_bytes=2**22).start()
     (end,) = await job.run(ShimDone)
     assert end.code == 0
-    size = (job.dir / "logs" / "rank0.log").stat().st_size
-    assert size < 2**20 + 4 * 64 * 1024
-    records = await job.records()
-    (note,) = [r for r in records if r.stream == LogStream.NOTE]
-    words = note.data.decode().split()
-    assert words[:3] == ["log", "limit", "of"]
-    kept = b"".join(r.data for r in records if r.stream == LogStream.OUT)
-    total = sum(len(f"{'y' * 1000} {i}\n") for i in range(100_000)) + len("the end\n")
-    assert int(words[-3]) + len(kept) == total
-    assert kept.endswith(b"y 99999\nthe end\n")
-    assert all(line.startswith(b"y" * 1000) for line in kept.splitlines()[:-1])
+    logs = {path: path.stat().st_size for path in (job.dir / "logs").iterdir()}
+    assert len(logs) == shim.SEGMENTS
+    assert 3 * 2**20 - 2**18 < sum(logs.values()) <= 2**22
+    note, *records = await job.records()
+    dropped = re.fullmatch(rb"older lines were dropped, the first (\d+) MiB\n", note.data)
+    assert note.stream is LogStream.NOTE
+    assert dropped
+    assert [r.seq for r in records] == list(range(note.seq + 1, note.seq + 1 + len(records)))
+    *lines, last = b"".join(r.data for r in records).splitlines()
+    assert last == b"the end"
+    first = int(lines[0].split()[1])
+    assert lines == [b"y" * 1000 + b" %d" % i for i in range(first, 100_000)]
+    assert abs(int(dropped[1]) - first * 1006 / 2**20) < 1
+    assert job.runner.tail_lines(job.dir, 0, 2) == ("y" * 1000 + " 99999", "the end")
 
 
 def test_full_disk_drops_whole_records_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = shim._RankLog(str(tmp_path / "log"), 3, shim.LOG_MAX, [])
+    log = shim._RankLog(str(tmp_path), 3, shim.LOG_MAX, [])
     log.write(shim.OUT, b"before\n")
     real = os.write
     room = [30]
@@ -224,7 +228,7 @@ def test_full_disk_drops_whole_records_and_says_so(
     log.write(shim.OUT, b"after\n")
     log.close()
     parser = RecordParser()
-    records = parser.feed((tmp_path / "log").read_bytes())
+    records = parser.feed((tmp_path / "rank3.log").read_bytes())
     assert not parser.pending
     assert [(r.seq, r.stream, r.data) for r in records] == [
         (1, LogStream.OUT, b"before\n"),
@@ -240,7 +244,7 @@ def _stream(tmp_path: Path, *secrets: bytes) -> tuple[shim._Stream, int]:
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
-    log = shim._RankLog(str(tmp_path / "log"), 3, shim.LOG_MAX, list(secrets))
+    log = shim._RankLog(str(tmp_path), 3, shim.LOG_MAX, list(secrets))
     return shim._Stream(reader, shim.OUT, log), writer
 
 
@@ -278,7 +282,7 @@ def test_full_pipe_is_read_in_one_go(
     stream.flush(float("inf"))
     if sys.platform == "linux":
         assert refused or widest > 10 * 64 * 1024
-    records = RecordParser().feed((tmp_path / "log").read_bytes())
+    records = RecordParser().feed((tmp_path / "rank3.log").read_bytes())
     assert [record.seq for record in records] == list(range(1, len(records) + 1))
     assert all(record.data.endswith(b"\n") for record in records)
     assert b"".join(record.data for record in records) == lines.replace(b"hunter2hunter2", b"***")
@@ -296,7 +300,7 @@ def test_unfinished_line_takes_no_more_memory_than_a_record(tmp_path: Path) -> N
         stream.read(0.0)
         assert len(stream._partial) <= shim.DATA_MAX
     stream.flush(float("inf"))
-    records = RecordParser().feed((tmp_path / "log").read_bytes())
+    records = RecordParser().feed((tmp_path / "rank3.log").read_bytes())
     assert "".join(record.data.decode() for record in records).encode() == line
     os.close(writer)
     os.close(stream.fd)

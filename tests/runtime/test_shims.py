@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -86,6 +87,106 @@ async def test_damaged_log_says_so_and_ends(tmp_path: Path) -> None:
     first, note = await read(tmp_path, [2])
     assert first == record(2, 1, 1.0)
     assert note == record(2, 2, 1.0, b"log damaged at byte 25\n", LogStream.NOTE)
+
+
+class Viewer:
+    """Reads at its own pace and says which numbers it got; `gaps` are those it was told of."""
+
+    def __init__(self, job_dir: Path, from_seq: int) -> None:
+        self.cursor = shims._Cursor(job_dir, 0, from_seq)
+        self.next = max(1, from_seq)
+        self.found: dict[int, bytes] = {}
+        self.gaps: set[int] = set()
+
+    def read(self, batches: int) -> None:
+        for _ in range(batches):
+            if not self.cursor.refill():
+                return
+            for head in self.cursor.heads:
+                (got,) = RecordParser().feed(head[1])
+                if got.stream is LogStream.NOTE:
+                    assert b"older lines were dropped, the first " in got.data
+                    self.gaps.update(range(self.next, got.seq + 1))
+                else:
+                    assert got.seq == self.next
+                    self.found[got.seq] = got.data
+                self.next = got.seq + 1
+            self.cursor.heads.clear()
+
+
+def test_viewers_of_a_log_that_drops_its_oldest_miss_nothing_untold(
+    tmp_path: Path, rng: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shims, "BATCH_MAX", 70_000)  # one record at least
+    (tmp_path / "logs").mkdir()
+    log = shim._RankLog(str(tmp_path / "logs"), 0, 400_000, [])
+    written: list[bytes] = []
+    viewers = [Viewer(tmp_path, 0)]
+    for _ in range(400):
+        data = rng.randbytes(rng.choice([1, 50, 5_000, 60_000]))
+        for piece in shim._pieces(data):
+            written.append(piece)
+            log.write(shim.OUT, piece)
+        if rng.random() < 0.05:
+            viewers.append(Viewer(tmp_path, rng.randrange(len(written) + 3)))
+        viewers[0].read(10)
+        rng.choice(viewers[1:] or viewers).read(rng.randrange(20))
+    log.close()
+    kept = sum(path.stat().st_size for path in (tmp_path / "logs").iterdir())
+    assert 200_000 < kept <= 400_000
+    for viewer in viewers:
+        began = min([*viewer.found, *viewer.gaps, viewer.next])
+        viewer.read(1000)
+        assert viewer.next == max(began, len(written) + 1)
+        assert sorted(viewer.found.keys() | viewer.gaps) == list(range(began, len(written) + 1))
+        assert not viewer.found.keys() & viewer.gaps
+        assert all(data == written[seq - 1] for seq, data in viewer.found.items())
+    assert not viewers[0].gaps
+    assert sum(bool(viewer.gaps) for viewer in viewers) > 3
+
+
+async def test_log_whose_beginning_was_dropped_says_so_and_resumes_at_any_number(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "logs").mkdir()
+    log = shim._RankLog(str(tmp_path / "logs"), 0, 2**20, [])
+    for number in range(1, 101):
+        log.write(shim.OUT, b"%d\n" % number * 6000)
+    log.close()
+    note, first, *rest = await read(tmp_path, [0])
+    text = f"older lines were dropped, the first {shims._segments(tmp_path, 0)[0] / 2**20:.0f} MiB"
+    assert note == record(0, first.seq - 1, first.wall, f"{text}\n".encode(), LogStream.NOTE)
+    assert [r.seq for r in rest] == list(range(first.seq + 1, 101))
+    for seq in range(first.seq, 103):
+        found = await read(tmp_path, [0], r0=seq)
+        assert found == [r for r in (first, *rest) if r.seq >= seq]
+    assert (await read(tmp_path, [0], r0=first.seq - 1))[0] == note
+
+
+async def test_log_that_cannot_go_on_in_a_new_file_says_what_it_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "logs").mkdir()
+    log = shim._RankLog(str(tmp_path / "logs"), 0, 2**20, [])
+    real = shim._AppendFile
+
+    def full(path: str) -> shim._AppendFile:
+        raise OSError(28, "No space left on device")
+
+    for number in range(1, 100):
+        monkeypatch.setattr(shim, "_AppendFile", full if 80 <= number < 95 else real)
+        log.write(shim.OUT, b"%d\n" % number * 12000)
+        if number == 90:  # as if the shim had been killed there
+            assert len(shims._segments(tmp_path, 0)) == shim.SEGMENTS - 1
+            seqs = [r.seq for r in await read(tmp_path, [0])]
+            assert seqs == list(range(seqs[0], seqs[0] + len(seqs)))
+    log.close()
+    found = await read(tmp_path, [0])
+    assert [r.seq for r in found] == list(range(found[0].seq, found[0].seq + len(found)))
+    notes = [r.data for r in found[1:] if r.stream is LogStream.NOTE]
+    assert notes
+    assert all(re.fullmatch(rb"disk full, \d+ bytes dropped\n", note) for note in notes)
+    assert found[-1].data == b"99\n" * 12000
 
 
 async def test_follower_sees_everything_and_ends_with_the_shim(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ class LogStream(IntEnum):
 @dataclass(frozen=True, slots=True)
 class LogRecord:
     rank: int
-    seq: int  # from 1, without gaps within a rank
+    seq: int  # from 1, without gaps within a rank, but where a note says what was dropped
     wall: float  # wall clock of the writing machine; display only
     stream: LogStream
     data: bytes

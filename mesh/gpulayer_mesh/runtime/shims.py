@@ -14,6 +14,7 @@ import fcntl
 import heapq
 import json
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -49,6 +50,7 @@ TOUCH_S = 1.0  # between renewals of the lease; cheap, so any useful silence is 
 BATCH_MAX = 256 * 1024  # bytes handed out at once: four of the largest records, parsed in 5 ms
 STATUS_BATCH = 1024 * 1024  # bytes of events read at once: the ends of 5,000 ranks
 TAIL_BYTES = 1024 * 1024  # looked at for the last lines: 60 lines of 4 KiB four times over
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _QUIET_AFTER_S = 60.0
 _SWEEP_S = 5.0
 
@@ -200,7 +202,7 @@ class ShimRunner:
     def alive(self, job_dir: Path) -> bool:
         """Return whether a shim runs for this folder."""
         try:
-            fd = os.open(job_dir / "status", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = os.open(job_dir / "status", _READ)
         except FileNotFoundError:
             return False
         try:
@@ -331,16 +333,12 @@ class ShimRunner:
 
     def tail_lines(self, job_dir: Path, rank: int, count: int) -> tuple[str, ...]:
         """Return the last lines of a rank that explain its end; see `logrecord.last_lines`."""
-        try:
-            fd = os.open(_log_path(job_dir, rank), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            return ()
-        try:
-            start = max(0, os.fstat(fd).st_size - TAIL_BYTES)
-            data = os.pread(fd, TAIL_BYTES, start)
-        finally:
-            os.close(fd)
-        return last_lines(_records_at_end(data, rank, whole=start == 0), count)
+        data = b""
+        for start in reversed(_segments(job_dir, rank)):
+            with contextlib.suppress(OSError):
+                data = _end_of(_log_path(job_dir, rank, start), TAIL_BYTES - len(data)) + data
+        whole = len(data) < TAIL_BYTES
+        return last_lines(_records_at_end(data, rank, whole=whole), count)
 
 
 def _records_at_end(data: bytes, rank: int, *, whole: bool) -> list[LogRecord]:
@@ -363,8 +361,35 @@ def _records_at_end(data: bytes, rank: int, *, whole: bool) -> list[LogRecord]:
     return []
 
 
-def _log_path(job_dir: Path, rank: int) -> Path:
-    return job_dir / "logs" / f"rank{rank}.log"
+def _log_path(job_dir: Path, rank: int, start: int) -> Path:
+    return job_dir / "logs" / shim.segment_name(rank, start)
+
+
+def _segments(job_dir: Path, rank: int) -> list[int]:
+    """Return where the files that are left of a rank's log begin, in bytes, the oldest first."""
+    mine = re.compile(rf"rank{rank}\.(?:(\d{{1,18}})\.)?log")
+    try:
+        names = os.listdir(job_dir / "logs")
+    except FileNotFoundError:
+        return []
+    return sorted(int(found[1] or 0) for name in names if (found := mine.fullmatch(name)))
+
+
+def _pread(path: Path, size: int, offset: int) -> bytes:
+    fd = os.open(path, _READ)
+    try:
+        return os.pread(fd, size, offset)
+    finally:
+        os.close(fd)
+
+
+def _end_of(path: Path, size: int) -> bytes:
+    """Return the last bytes of a file, at most `size`."""
+    fd = os.open(path, _READ)
+    try:
+        return os.pread(fd, size, max(0, os.fstat(fd).st_size - size))
+    finally:
+        os.close(fd)
 
 
 class _Cursor:
@@ -373,24 +398,49 @@ class _Cursor:
     def __init__(self, job_dir: Path, rank: int, from_seq: int) -> None:
         self.rank = rank
         self.heads: deque[tuple[float, bytes]] = deque()  # (wall, packed record)
-        self._path = _log_path(job_dir, rank)
+        self._job_dir = job_dir
         self._from_seq = from_seq
-        self._offset = self._seq = 0
+        self._start = self._offset = self._seq = 0  # of the file, and from the log's beginning
         self._wall = 0.0
         self._damaged = False
+        self._skip_known()
+
+    def _skip_known(self) -> None:
+        """Begin in the last file in which what is wanted can be."""
+        for start in reversed(_segments(self._job_dir, self.rank) if self._from_seq > 1 else []):
+            with contextlib.suppress(OSError, struct.error):
+                head = _pread(_log_path(self._job_dir, self.rank, start), HEADER.size, 0)
+                first = HEADER.unpack(head)[1]
+                if first <= self._from_seq:
+                    self._start = self._offset = start
+                    self._seq = first - 1
+                    return
+
+    def _read(self) -> bytes:
+        """Read on from here, in the next file where this one is at its end or was dropped."""
+        try:
+            path = _log_path(self._job_dir, self.rank, self._start)
+            data = _pread(path, BATCH_MAX, self._offset - self._start)
+            if data or self._offset == self._start:
+                return data
+            after = self._offset  # the next one begins where this one ended
+        except FileNotFoundError:
+            left = [at for at in _segments(self._job_dir, self.rank) if at >= self._offset]
+            if not left:
+                return b""
+            after = left[0]
+        try:
+            data = _pread(_log_path(self._job_dir, self.rank, after), BATCH_MAX, 0)
+        except FileNotFoundError:
+            return b""
+        self._start = self._offset = after
+        return data
 
     def refill(self) -> bool:
         """Read on if there is more; True if anything was taken, wanted or not."""
         if self._damaged:
             return False
-        try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return False
-        try:
-            data = os.pread(fd, BATCH_MAX, self._offset)
-        finally:
-            os.close(fd)
+        data = self._read()
         at = 0
         while len(data) - at >= HEADER.size:
             rank, seq, wall, stream, length = HEADER.unpack_from(data, at)
@@ -405,6 +455,10 @@ class _Cursor:
             end = at + HEADER.size + length
             if end > len(data):
                 break
+            if seq > max(self._seq + 1, self._from_seq):
+                gap = f"older lines were dropped, the first {self._start / 2**20:.0f} MiB\n"
+                note = LogRecord(self.rank, seq - 1, wall, LogStream.NOTE, gap.encode())
+                self.heads.append((wall, note.pack()))
             self._seq, self._wall = seq, wall
             if seq >= self._from_seq:
                 self.heads.append((wall, data[at:end]))
@@ -449,13 +503,9 @@ class _Status:
     def read(self) -> list[_StatusLine]:
         """Return the complete events that are new."""
         try:
-            fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            data = _pread(self._path, STATUS_BATCH, self._offset)
         except FileNotFoundError:
             return []
-        try:
-            data = os.pread(fd, STATUS_BATCH, self._offset)
-        finally:
-            os.close(fd)
         data = data[: data.rfind(b"\n") + 1]
         self._offset += len(data)
         lines: list[_StatusLine] = []
