@@ -9,9 +9,12 @@ any other: it runs on if this process ends, and any member machine can get its r
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+FOLLOW_S = 2.0  # between words to jobs that have to be followed, whose patience is 10 s and more
 
 
 def _plainly(function: Callable[P, T]) -> Callable[P, T]:
@@ -203,6 +208,7 @@ def submit(
     stop_grace_s: float = 30.0,
     wait_s: float | None = None,
     restarts: int = 0,
+    on_disconnect: float | str = "keep",
     root: str | Path | None = None,
 ) -> Job:
     """Run `function(*args, **kwargs)` on machines of the mesh; returns once it has been started.
@@ -225,6 +231,9 @@ def submit(
         wait_s: how long to queue for busy machines at most; None: as long as it takes, 0: not at
             all. Then PlacementBusyError is raised. A restart waits for as long, by default a day.
         restarts: how often all calls start again after a lost machine or a failure, 0 to 20.
+        on_disconnect: "keep" lets the job go on when this process is gone; a number of seconds
+            stops it once it has been for so long. Whoever calls `result` or `attach` on this
+            machine takes its place.
         root: the folder that is shipped and imported from; default: the one of the script that
             runs, or the working directory in a notebook or REPL.
 
@@ -261,11 +270,15 @@ def submit(
             stop_grace_s=stop_grace_s,
             wait_s=wait_s,
             restarts=restarts,
+            on_disconnect_s=None if on_disconnect == "keep" else on_disconnect,  # type: ignore[arg-type]  # as above
             extra_files={called.ARGUMENTS: file},
         )
         begun: list[JobRecord] = []
         try:
-            return Job(_run(lambda: _start(request, begun.append)), folder)
+            record = _run(lambda: _start(request, begun.append))
+            if record.spec.on_disconnect_s is not None:
+                _presence.show(record)
+            return Job(record, folder)
         except BaseException:
             if begun:  # interrupted as it began: the caller has nothing to stop it with
                 _give_up(Job(begun[0], folder))
@@ -280,6 +293,57 @@ def attach(job: str) -> Job:
         GpuLayerError: there is none, or several.
     """
     return Job(_run(lambda: _asking(lambda client: client.find_job(job))), Path.cwd())
+
+
+class _Presence:
+    """Lets jobs know, from a thread of its own, that the process that submitted them is there."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._jobs: dict[str, JobRecord] = {}  # by the id that they were submitted with
+        self._thread: threading.Thread | None = None
+
+    def show(self, record: JobRecord) -> None:
+        """Follow a job until it has ended or this process does."""
+        with self._lock:
+            self._jobs[record.spec.id] = record
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while self._known():
+            try:
+                asyncio.run(self._follow())
+            except GpuLayerError:  # nobody answers; the jobs count from when they last heard
+                time.sleep(FOLLOW_S)
+
+    def _known(self) -> dict[str, JobRecord]:
+        with self._lock:
+            if not self._jobs:
+                self._thread = None
+            return dict(self._jobs)
+
+    async def _follow(self) -> None:
+        from gpulayer_mesh.client import MeshClient
+        from gpulayer_mesh.core.jobspec import OVER
+
+        async with await MeshClient.connect(environment.home()) as client:
+
+            async def one(job: str, record: JobRecord) -> None:
+                with contextlib.suppress(GpuLayerError):
+                    record = await client.current(record)
+                with self._lock:
+                    self._jobs[job] = record
+                    if record.state in OVER:
+                        del self._jobs[job]
+
+            while self._jobs:
+                await asyncio.gather(*(one(*known) for known in self._known().items()))
+                await asyncio.sleep(FOLLOW_S)
+
+
+_presence = _Presence()
 
 
 def _root(given: str | Path | None) -> Path:

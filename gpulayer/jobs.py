@@ -1,6 +1,7 @@
 """Watching a job from any member machine, and bringing its files home.
 
-A viewer only reads: it may go at any moment, the job does not notice. How a connection is found and
+A viewer may go at any moment, and the job goes on, unless it is one that has to be followed
+(`on_disconnect`) and the viewer does not say that it goes. How a connection is found and
 repaired is the client's matter, how a line looks is `ui`'s.
 """
 
@@ -35,6 +36,7 @@ LOST_S = 600.0  # nobody answers for this long: twice the ranks' own lease, so t
 LOST_TRIES = 10  # ... and not just because this machine slept
 SEARCH_TRIES = 5  # between searches for attempts behind one that came to nothing
 FETCHES = 4  # parallel downloads: fills a 1 Gbit/s link through one TLS core
+LEAVE_S = 3.0  # to say that we go; whoever pressed Ctrl-C wants the prompt back
 STAYED_SHOWN = 10  # a folder of links must not push the job's own last lines off the screen
 
 
@@ -268,7 +270,7 @@ async def _newest(client: MeshClient, record: JobRecord) -> tuple[JobRecord, Job
     Raises:
         TransportError, NotFoundError: as `MeshClient.record`.
     """
-    asked = asyncio.ensure_future(client.record(record))
+    asked = asyncio.ensure_future(client.follow(record))
     try:
         while True:
             await asyncio.wait([asked], timeout=SILENT_S)
@@ -284,6 +286,19 @@ async def _newest(client: MeshClient, record: JobRecord) -> tuple[JobRecord, Job
     finally:
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
+
+
+async def leave(client: MeshClient, record: JobRecord, ui: Ui) -> None:
+    """Go while a job runs: it goes on, and nobody has to follow it."""
+    ui.finish()
+    if record.ended_age_s is not None:
+        return
+    try:
+        async with asyncio.timeout(LEAVE_S):
+            await client.leave(record)
+    except (GpuLayerError, TimeoutError):
+        ui.note(f"job {record.spec.id} could not be told that nobody follows it any more")
+    ui.detached(record)
 
 
 async def bring_home(client: MeshClient, record: JobRecord, dest: Path, ui: Ui) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gpulayer_mesh.core.jobspec import (
+    DISCONNECT_MIN_S,
     JOB_ID_ALPHABET,
     JOB_ID_CHARS,
     RESTARTS_MAX,
@@ -79,6 +80,9 @@ class JobRequest:
     extra_files: Mapping[str, Path] = field(default_factory=dict)  # path in the bundle -> file
     wait_s: float | None = None  # for busy nodes; 0: not at all, None: as long as it takes
     restarts: int = 0  # how often the whole job may start again after a failure
+    # How long nobody may follow it on this machine before it is stopped; None: for ever.
+    on_disconnect_s: float | None = None
+    on_exit: Literal["stop", "keep"] = "stop"  # what Ctrl-C does with a job that runs
     detach: bool = False
     dry_run: bool = False
 
@@ -106,6 +110,15 @@ class JobRequest:
         number = isinstance(restarts, int) and not isinstance(restarts, bool)
         if not number or not 0 <= self.restarts <= RESTARTS_MAX:
             problems.append(f"restarts must be 0 to {RESTARTS_MAX}, got {restarts!r}")
+        gone_s: object = self.on_disconnect_s
+        number = isinstance(gone_s, int | float) and not isinstance(gone_s, bool)
+        limits = f"{DISCONNECT_MIN_S} to {WAIT_MAX_S} seconds"
+        if gone_s is not None and not (
+            number and DISCONNECT_MIN_S <= (self.on_disconnect_s or 0) <= WAIT_MAX_S
+        ):
+            problems.append(f'on_disconnect must be "keep" or {limits}, got {gone_s!r}')
+        elif gone_s is not None and self.detach:
+            problems.append("a detached job waits for nobody, so on_disconnect is not for it")
         problems += env.problems("env", self.env) + env.problems("secrets", self.secrets)
         if problems:
             raise ConfigError("; ".join(problems))
@@ -288,24 +301,64 @@ async def _run_job(request: JobRequest) -> JobOutcome:
                     ui.detached(record)
                     return JobOutcome(job, ExitCode.OK, None)
 
-                asked: list[bool] = []  # to stop, or to kill
-
-                async def stop(kill: bool) -> None:
-                    asked.append(kill)
-                    ui.stopping(job, kill, request.stop_grace_s)
-                    await client.stop(job, grace_s=None, kill=kill)
-
-                async def began(further: JobRecord) -> None:
-                    if asked:  # while it started again
-                        await client.stop(further.spec.id, grace_s=None, kill=asked[-1])
-
-                interrupts.on_stop = stop
-                record = await jobs.follow(client, record, ui, began=began)
+                final = await attend(client, record, ui, interrupts, on_exit=request.on_exit)
+                if final is None:
+                    return JobOutcome(job, ExitCode.STOPPED_BY_USER, None)
                 destination = request.root / "gpulayer_jobs" / job
-                await jobs.bring_home(client, record, destination, ui)
-                return outcome_of(record, destination)
+                await jobs.bring_home(client, final, destination, ui)
+                return outcome_of(final, destination)
     finally:
         packing.cancel()
+
+
+async def attend(
+    client: MeshClient,
+    record: JobRecord,
+    ui: Ui,
+    interrupts: Interrupts,
+    *,
+    on_exit: Literal["stop", "keep"],
+) -> JobRecord | None:
+    """Follow a job to its end and return its last record; None where Ctrl-C left it.
+
+    Raises:
+        As `jobs.follow`.
+    """
+    from gpulayer import jobs
+
+    job, newest = record.spec.id, record
+    asked: list[bool] = []  # to stop, or to kill
+    left = False
+
+    async def began(further: JobRecord) -> None:
+        nonlocal newest
+        newest = further
+        if asked:  # while it started again
+            await client.stop(further.spec.id, grace_s=None, kill=asked[-1])
+
+    following = asyncio.create_task(jobs.follow(client, record, ui, began=began))
+
+    async def stop(kill: bool) -> None:
+        asked.append(kill)
+        ui.stopping(job, kill, record.spec.stop_grace_s)
+        await client.stop(job, grace_s=None, kill=kill)
+
+    async def leave(kill: bool) -> None:
+        nonlocal left
+        left = True
+        following.cancel()
+
+    interrupts.on_stop = stop if on_exit == "stop" else leave
+    try:
+        return await following
+    except asyncio.CancelledError:
+        if not left:
+            raise
+    finally:
+        if on_exit == "keep":  # there is nothing to leave any more
+            interrupts.on_stop = None
+    await jobs.leave(client, newest, ui)
+    return None
 
 
 def outcome_of(record: JobRecord, output_dir: Path | None) -> JobOutcome:
@@ -474,6 +527,7 @@ def _spec(
         restarts=request.restarts,
         wait_s=request.wait_s,
         voters=voters,
+        on_disconnect_s=request.on_disconnect_s,
     )
 
 
@@ -481,7 +535,8 @@ class Interrupts:
     """Ctrl-C and friends while a job is started and watched.
 
     Before the start a signal cancels the task; afterwards the first stops the job gracefully, the
-    second kills it. SIGHUP does the same unless it was ignored at start (nohup).
+    second kills it, or whatever else `on_stop` does. SIGHUP does the same unless it was ignored at
+    start (nohup).
     """
 
     def __init__(self, task: asyncio.Task[Any] | None) -> None:

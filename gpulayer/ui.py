@@ -28,6 +28,7 @@ from gpulayer.views import (
     cells,
     clean,
     clip,
+    duration,
     outcome_lines,
     plan_lines,
     refusal_lines,
@@ -147,6 +148,10 @@ class Ui:
     def began(self, record: JobRecord) -> None:
         """Say that a job runs, and what all commands call it."""
         self.note(f"job {record.spec.id} runs {clean(record.spec.name)}")
+        if (gone_s := record.spec.on_disconnect_s) is not None:
+            self.note(
+                f"it stops once nobody on this machine has followed it for {duration(gone_s)}"
+            )
 
     def restarts(self, spec: JobSpec, names: Mapping[str, str]) -> None:
         """Say what a job that may start again can survive; nothing for another.

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import AsyncIterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +76,28 @@ async def test_silent_keeper_does_not_hold_up_the_answer_of_another(
         assert (await client.record(RECORD)).state is JobState.FAILED
     assert client.asked == [node(0), node(1), node(2)]
     assert len(asyncio.all_tasks()) == 1
+
+
+async def test_only_a_job_that_minds_and_its_own_machine_lets_it_know_that_it_is_followed() -> None:
+    asked: list[tuple[str, Any]] = []
+
+    class Following(MeshClient):
+        def __init__(self, here: str) -> None:
+            self.identity = SimpleNamespace(node=here)  # type: ignore[assignment]
+
+        async def call(self, node: str, method: str, path: str, body: Any = None, **_: Any) -> Any:
+            asked.append((path.rpartition("/")[2], body))
+            return wire.unpack(wire.pack(RECORD), max_bytes=wire.BODY_MAX)
+
+    minds = replace(RECORD, spec=replace(RECORD.spec, on_disconnect_s=60.0))
+    for record, here in ((RECORD, node(99)), (minds, node(5))):
+        await Following(here).follow(record)
+        await Following(here).leave(record)
+    assert asked == [(RECORD.spec.id, None)] * 2
+    asked.clear()
+    await Following(node(99)).follow(minds)
+    await Following(node(99)).leave(minds)
+    assert asked == [("follow", {"leaving": False}), ("follow", {"leaving": True})]
 
 
 async def test_nobody_answers_is_an_error() -> None:

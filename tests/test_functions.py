@@ -276,6 +276,40 @@ def test_submit_that_is_interrupted_leaves_no_job(
     assert (f"end it with: gpulayer stop {JOB}" in capfd.readouterr().err) is not reached
 
 
+def test_jobs_that_mind_know_that_the_process_which_submitted_them_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    minds = replace(STARTED, spec=replace(STARTED.spec, on_disconnect_s=60.0))
+    answers = [minds, TransportError("no answer"), minds, replace(minds, state=JobState.SUCCEEDED)]
+    tries: list[BaseException | None] = [None, TransportError("nobody"), None]
+
+    class Following(Client):
+        async def connect(self, home: Path) -> Client:
+            if (error := tries.pop(0)) is not None:
+                raise error
+            return self
+
+        async def current(self, record: JobRecord) -> JobRecord:
+            assert record is minds
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    async def place(client: MeshClient, request: launcher.JobRequest, *_: object) -> JobRecord:
+        assert request.on_disconnect_s == 60
+        return minds
+
+    monkeypatch.setattr(functions, "FOLLOW_S", 0.001)
+    monkeypatch.setattr(MeshClient, "connect", Following().connect)
+    monkeypatch.setattr(launcher, "_place", place)
+    gpulayer.submit("work:f", root=tmp_path, on_disconnect=60)
+    thread = functions._presence._thread
+    if thread is not None:  # it may have gone through all of them
+        thread.join(20)
+    assert (answers, tries, functions._presence._thread) == ([], [], None)
+
+
 def test_importing_what_submits_does_not_import_torch() -> None:
     code = "import sys, gpulayer; gpulayer.submit; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -112,6 +112,9 @@ def test_request_names_all_its_problems_at_once() -> None:
         ("restarts", 21, "restarts must be"),
         ("restarts", True, "restarts must be"),
         ("restarts", 1.0, "restarts must be"),
+        ("on_disconnect_s", "10m", 'on_disconnect must be "keep" or 10 to 10000000 seconds, got'),
+        ("on_disconnect_s", 9.9, "on_disconnect must be"),
+        ("on_disconnect_s", float("nan"), "on_disconnect must be"),
         ("wait_s", "10m", "wait must be None or 0 to 10000000 seconds, got '10m'"),
         ("wait_s", False, "wait must be"),
         ("wait_s", -1.0, "wait must be"),
@@ -125,6 +128,14 @@ def test_impossible_input_is_refused_before_any_plan(field: str, value: object, 
             argv=("x",), python=True, kind=JobKind.COMMAND, name="x", root=Path(), **fields
         )
     assert caught.value.message.startswith(words)
+
+
+def test_detached_job_is_not_to_be_followed() -> None:
+    with pytest.raises(ConfigError, match="a detached job waits for nobody"):
+        launcher.JobRequest(
+            argv=("x",), python=True, kind=JobKind.COMMAND, name="x", root=Path(),
+            on_disconnect_s=60.0, detach=True,
+        )  # fmt: skip
 
 
 def test_local_job_names_what_cannot_be_copied_and_copies_the_rest(tmp_path: Path) -> None:

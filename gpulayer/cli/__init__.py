@@ -191,7 +191,16 @@ def _add_run(commands: argparse._SubParsersAction[_Parser]) -> None:
         metavar="N",
         help="how often the whole job starts again after a failure, with its files (0)",
     )
-    run.add_argument("--detach", action="store_true", help="start it and come back at once")
+    run.add_argument(
+        "--on-disconnect",
+        type=_keep_or_seconds,
+        metavar="WHAT",
+        help="once this command is gone without a word: keep, or the time after which the job "
+        "stops, e.g. 10m (keep)",
+    )
+    leaving = run.add_mutually_exclusive_group()
+    _on_exit(leaving, "stop")
+    leaving.add_argument("--detach", action="store_true", help="start it and come back at once")
     run.add_argument("--dry-run", action="store_true", help="print the plan and stop there")
 
 
@@ -314,6 +323,7 @@ def _add_jobs(commands: argparse._SubParsersAction[_Parser]) -> None:
         "attach",
     )
     _job(attach)
+    _on_exit(attach, "keep")
 
     stop = _add(commands, "stop", "stop a job and wait until it has ended", "job", "stop")
     _job(stop)
@@ -328,6 +338,15 @@ def _add_jobs(commands: argparse._SubParsersAction[_Parser]) -> None:
 
 def _json(parser: _Parser) -> None:
     parser.add_argument("--json", action="store_true", help="for programs; see docs/cli.md")
+
+
+def _on_exit(parser: argparse._ActionsContainer, default: str) -> None:
+    parser.add_argument(
+        "--on-exit",
+        choices=("stop", "keep"),
+        default=default,
+        help=f"what Ctrl-C does with the job: stop it, or leave it running ({default})",
+    )
 
 
 def _job(parser: _Parser) -> None:
@@ -367,6 +386,10 @@ def _seconds(text: str) -> float:
     if seconds > 86400:
         raise argparse.ArgumentTypeError(f"{text!r} is more than a day")
     return seconds
+
+
+def _keep_or_seconds(text: str) -> float | None:
+    return None if text == "keep" else _seconds(text)
 
 
 def _ranks(text: str) -> frozenset[int]:

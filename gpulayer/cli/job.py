@@ -54,6 +54,8 @@ def run(args: Namespace, ui: Ui) -> int:
             devices=args.devices,
             **asked(args),
             restarts=args.restarts,
+            on_disconnect_s=args.on_disconnect,
+            on_exit=args.on_exit,
             detach=args.detach,
             dry_run=args.dry_run,
         )
@@ -139,7 +141,17 @@ def logs(args: Namespace, ui: Ui) -> int:
         ui.outcome(final)
         return exit_code(final) or 0
 
-    return _view(args, ui, watch)
+    async def look() -> int:
+        async with await MeshClient.connect(env.home()) as client:
+            record = await client.find_job(args.job)
+            _check_ranks(args.rank, record)
+            try:
+                return await watch(client, record)
+            except asyncio.CancelledError:  # Ctrl-C
+                await viewing.leave(client, record, ui)
+                raise
+
+    return asyncio.run(look())
 
 
 async def _log_objects(client: MeshClient, record: JobRecord, args: Namespace, ui: Ui) -> int:
@@ -169,31 +181,20 @@ async def _log_objects(client: MeshClient, record: JobRecord, args: Namespace, u
 
 def attach(args: Namespace, ui: Ui) -> int:
     """Follow a job as its own launcher would."""
+    from gpulayer.launcher import Interrupts, attend
 
-    async def watch(client: MeshClient, record: JobRecord) -> int:
-        final = await viewing.follow(client, record, ui)
-        await viewing.bring_home(client, final, _home_of(final), ui)
-        return exit_code(final) or 0
-
-    return _view(args, ui, watch)
-
-
-def _view(args: Namespace, ui: Ui, watch: Any) -> int:
-    found: list[JobRecord] = []
-
-    async def look() -> int:
+    async def watch() -> int:
+        interrupts = Interrupts(asyncio.current_task())
         async with await MeshClient.connect(env.home()) as client:
-            found.append(await client.find_job(args.job))
-            _check_ranks(getattr(args, "rank", None), found[0])
-            return int(await watch(client, found[0]))
+            record = await client.find_job(args.job)
+            with interrupts:
+                final = await attend(client, record, ui, interrupts, on_exit=args.on_exit)
+                if final is None:
+                    return ExitCode.STOPPED_BY_USER
+                await viewing.bring_home(client, final, _home_of(final), ui)
+                return exit_code(final) or 0
 
-    try:
-        return asyncio.run(look())
-    except KeyboardInterrupt:
-        ui.finish()
-        if found and found[0].ended_age_s is None:
-            ui.detached(found[0])
-        raise
+    return asyncio.run(watch())
 
 
 def _check_ranks(wanted: frozenset[int] | None, record: JobRecord) -> None:

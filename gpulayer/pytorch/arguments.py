@@ -12,7 +12,9 @@ from typing import Any
 
 from gpulayer_mesh.errors import ConfigError
 
-RESTARTS_MAX = 20  # `jobspec.RESTARTS_MAX`: a script that trains does not import that module
+# As in `jobspec`: a script that trains does not import that module.
+RESTARTS_MAX = 20
+DISCONNECT_MIN_S, WAIT_MAX_S = 10, 10_000_000
 
 
 class ArgumentError(ConfigError, ValueError):
@@ -70,6 +72,17 @@ def restarts(value: Any) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= RESTARTS_MAX:
         return value
     raise ArgumentError(f"restarts must be 0 to {RESTARTS_MAX}, got {value!r}")
+
+
+def on_disconnect(value: Any) -> float | None:
+    """Return how long the launcher may be gone; None for "keep"."""
+    if value == "keep":
+        return None
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and DISCONNECT_MIN_S <= value <= WAIT_MAX_S:
+        return float(value)
+    limits = f"{DISCONNECT_MIN_S} to {WAIT_MAX_S} seconds"
+    raise ArgumentError(f'on_disconnect must be "keep" or {limits}, got {value!r}')
 
 
 def flag(name: str, value: Any, *, none: bool | None = None, hint: str | None = None) -> bool:

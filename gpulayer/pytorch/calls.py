@@ -55,7 +55,7 @@ def run(
         )
         if choice.where is not Where.HERE:
             return _elsewhere(trainer, index, choice, model, checkpoint(), shares)
-        launching.refuse_restarts(choice, trainer._restarts)
+        launching.refuse_here(choice, trainer._restarts, trainer._on_disconnect_s)
         if choice.kind is not None:
             precision.check(trainer.precision, choice.kind)
         returned = here(checkpoint())
@@ -151,6 +151,7 @@ def _job(
         stop_grace_s=trainer._stop_grace_s,
         wait_s=trainer._wait_s,
         restarts=trainer._restarts,
+        on_disconnect_s=trainer._on_disconnect_s,
         call=index,
         extra_files=files,
     )

@@ -59,6 +59,7 @@ def launch(
     stop_grace_s: float = 30.0,
     wait_s: float | None = None,
     restarts: int = 0,
+    on_disconnect: float | str = "keep",
     detach: bool = False,
     dry_run: bool = False,
     **unknown: Any,
@@ -80,6 +81,9 @@ def launch(
             all. Then it exits with code 4. A restart waits for as long, by default a day.
         restarts: how often the whole job may start again after a lost machine or a failed rank.
             What the ranks had written is there again; the script loads it.
+        on_disconnect: "keep" lets the job go on when this process is gone without a word: killed,
+            cut off, asleep. A number of seconds stops it once nobody on this machine has followed
+            it for so long.
     """
     arguments.refuse("launch", unknown)
     place = rank_env()
@@ -115,6 +119,7 @@ def launch(
         stop_grace_s=stop_grace_s,
         wait_s=wait_s,
         restarts=arguments.restarts(restarts),
+        on_disconnect_s=arguments.on_disconnect(on_disconnect),
         detach=detach,
         dry_run=dry_run,
     )
@@ -155,11 +160,14 @@ def choose(nodes: int, devices: int | str, accelerator: str, target: Target) -> 
     return Choice(Where.HERE if count == 1 else Where.LOCAL, count, kind)
 
 
-def refuse_restarts(choice: Choice, restarts: int) -> None:
-    """Raise where nobody is there to start something again."""
-    if restarts and choice.where is not Where.PEERS:
+def refuse_here(choice: Choice, restarts: int, on_disconnect_s: float | None) -> None:
+    """Raise where nobody is there to start something again, or to miss this process."""
+    asked = f"restarts={restarts}" if restarts else ""
+    if on_disconnect_s is not None:
+        asked = f"on_disconnect={on_disconnect_s:g}"
+    if asked and choice.where is not Where.PEERS:
         raise ArgumentError(
-            f"restarts={restarts} needs the mesh, and this runs on this machine alone",
+            f"{asked} needs the mesh, and this runs on this machine alone",
             hint='target="mesh" runs it there; try that here: gpulayer mesh local -- python SCRIPT',
         )
 
@@ -179,7 +187,7 @@ def run(choice: Choice, **fields: Any) -> JobOutcome:
     """
     from gpulayer import launcher
 
-    refuse_restarts(choice, fields.get("restarts", 0))
+    refuse_here(choice, fields.get("restarts", 0), fields.get("on_disconnect_s"))
     if choice.where is Where.LOCAL:
         fields["accelerator"] = _this_machines(choice)
     else:

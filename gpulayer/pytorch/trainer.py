@@ -69,6 +69,8 @@ class Trainer:
         wait_s: how long to queue for busy machines; None: as long as it takes, 0: not at all.
         restarts: how often a call elsewhere may start again after a lost machine or a failed rank;
             a fit goes on from its newest checkpoint.
+        on_disconnect: "keep" lets a call elsewhere go on when this process is gone without a word;
+            a number of seconds stops it once nobody on this machine has followed it for so long.
         max_epochs, min_epochs, max_steps, min_steps: limits; steps are optimizer steps, -1 is none.
         max_time: "DD:HH:MM:SS", a timedelta or a dict of its arguments: adds a `Timer`.
         callbacks: one `Callback` or a list of them.
@@ -114,6 +116,7 @@ class Trainer:
         stop_grace_s: float = 30.0,
         wait_s: float | None = None,
         restarts: int = 0,
+        on_disconnect: float | str = "keep",
         callbacks: Callback | Iterable[Callback] | None = None,
         max_epochs: int | None = None,
         min_epochs: int | None = None,
@@ -159,6 +162,7 @@ class Trainer:
         self._stop_grace_s = arguments.seconds("stop_grace_s", stop_grace_s)
         self._wait_s = None if wait_s is None else arguments.seconds("wait_s", wait_s)
         self._restarts = arguments.restarts(restarts)
+        self._on_disconnect_s = arguments.on_disconnect(on_disconnect)
         self.max_epochs = (
             None if max_epochs is None else arguments.count("max_epochs", max_epochs, -1)
         )

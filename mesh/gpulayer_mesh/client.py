@@ -412,14 +412,14 @@ class MeshClient:
         return next(later, None)
 
     async def current(self, job: JobRecord) -> JobRecord:
-        """Return the newest record of the newest attempt.
+        """Return the newest record of the newest attempt, as `follow` does.
 
         Raises:
             GpuLayerError: no node of it answered.
         """
         while True:
             try:
-                job = await self.record(job)
+                job = await self.follow(job)
             except (TransportError, NotFoundError):
                 later = await self.next_attempt(job) if may_follow(job) else None
                 if later is None:
@@ -482,6 +482,37 @@ class MeshClient:
         async def ask(node: NodeId) -> JobRecord:
             path = f"/v1/jobs/{job.spec.id}"
             return self.decode_record(await self.call(node, "GET", path, deadline_s=RECORD_S))
+
+        return await self._first_answer(job, ask)
+
+    async def follow(self, job: JobRecord) -> JobRecord:
+        """As `record`; a job that this machine submitted learns that it is followed."""
+        if not self._is_missed_by(job):
+            return await self.record(job)
+        return await self._follow(job, leaving=False)
+
+    async def leave(self, job: JobRecord) -> None:
+        """Let a job go on whether or not it is followed, where it would stop otherwise.
+
+        Raises:
+            GpuLayerError: it could not be told.
+        """
+        later: JobRecord | None = job
+        while later is not None and self._is_missed_by(later):
+            job = await self._follow(later, leaving=True)
+            later = await self.next_attempt(job) if job.successor else None
+
+    def _is_missed_by(self, job: JobRecord) -> bool:
+        """Return whether a job minds that this machine does not follow it."""
+        spec = job.spec
+        return spec.on_disconnect_s is not None and spec.submitter == self.identity.node
+
+    async def _follow(self, job: JobRecord, *, leaving: bool) -> JobRecord:
+        async def ask(node: NodeId) -> JobRecord:
+            path, body = f"/v1/jobs/{job.spec.id}/follow", {"leaving": leaving}
+            return self.decode_record(
+                await self.call(node, "POST", path, body, deadline_s=RECORD_S)
+            )
 
         return await self._first_answer(job, ask)
 

@@ -240,6 +240,40 @@ def test_ctrl_c_in_a_viewer_leaves_the_job_running(
     assert gpulayer("stop", "--kill", job).code == 0
 
 
+@pytest.mark.parametrize("command", ["run", "attach"])
+def test_on_exit_says_what_ctrl_c_does(
+    gpulayer: Callable[..., Done], mesh: LocalMesh, command: str
+) -> None:
+    program = ["--", "sh", "-c", "echo started; exec sleep 600"]
+    if command == "run":
+        arguments = ["run", "--on-exit", "keep", "--on-disconnect", "1h", *program]
+    else:
+        match = re.search(r"gpulayer attach (\w+)", gpulayer("run", "--detach", *program).err)
+        assert match is not None
+        arguments = ["attach", "--on-exit", "stop", match[1]]
+    viewer = subprocess.Popen(
+        [sys.executable, "-m", "gpulayer.cli", *arguments],
+        env=os.environ | {"GPULAYER_HOME": str(mesh.home)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert viewer.stdout is not None
+    assert viewer.stdout.readline() == "started\n"
+    viewer.send_signal(signal.SIGINT)
+    _, err = viewer.communicate(timeout=DEADLINE_S)
+    assert viewer.returncode == 130
+    found = json.loads(gpulayer("jobs", "--json").out)["jobs"][0]
+    if command == "run":
+        assert "stops once nobody on this machine has followed it for 1h00m" in err
+        assert f"gpulayer: job {found['job']} keeps running" in err
+        assert found["state"] == "running"
+        assert gpulayer("stop", "--kill", found["job"]).code == 0
+    else:
+        assert f"job {found['job']} cancelled" in err
+        assert (found["state"], found["cause"]) == ("cancelled", "stopped by laptop")
+
+
 def test_member_by_invitation_may_work_not_launch_and_can_be_removed(
     gpulayer: Callable[..., Done],
     mesh: LocalMesh,

@@ -40,6 +40,7 @@ from hypothesis import strategies as st
 
 from gpulayer import jobs
 from gpulayer.cli import job as command
+from gpulayer.launcher import Interrupts, attend
 from gpulayer.ui import Ui
 
 A, B, C = "a" * 64, "b" * 64, "c" * 64
@@ -90,6 +91,7 @@ class ScriptedClient:
         self.files = files or []
         self.stayed = stayed or []
         self.silent: list[str] = []
+        self.left: list[str] = []
         self.never_ends = False
         self.asked: list[frozenset[int] | None] = []
         self.fetching = 0
@@ -102,6 +104,14 @@ class ScriptedClient:
         if answer is None:
             await asyncio.Event().wait()
         return cast(JobRecord, answer)
+
+    async def follow(self, job: JobRecord) -> JobRecord:
+        return await self.record(job)
+
+    async def leave(self, job: JobRecord) -> None:
+        if self.silent:
+            raise TransportError("no answer")
+        self.left.append(job.spec.id)
 
     async def logs(
         self, record: JobRecord, *, ranks: frozenset[int] | None, follow: bool
@@ -602,3 +612,53 @@ async def test_one_folder_can_be_asked_for(screen: Screen, tmp_path: Path) -> No
 async def test_nothing_to_bring_home_says_nothing(screen: Screen, tmp_path: Path) -> None:
     assert await jobs.collect(scripted(ScriptedClient()), DONE, tmp_path, screen.ui) == []
     assert screen.err.getvalue() == ""
+
+
+# --- Ctrl-C --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("silent", [False, True])
+async def test_ctrl_c_that_leaves_a_job_tells_its_newest_attempt(
+    screen: Screen, silent: bool
+) -> None:
+    before = at(FIRST, JobState.FAILED, failure=LOST, successor=SECOND.id)
+    client = Attempts([before], [at(SECOND, JobState.RUNNING)])
+    client.silent = ["box-1"] * silent
+    interrupts = Interrupts(None)
+    first = at(FIRST, JobState.RUNNING)
+    async with asyncio.timeout(20):
+        viewing = asyncio.create_task(
+            attend(scripted(client), first, screen.ui, interrupts, on_exit="keep")
+        )
+        while "of 1" not in screen.out.getvalue():  # noqa: ASYNC110  printing wakes nobody
+            await asyncio.sleep(0.001)
+        interrupts._signalled()
+        assert await viewing is None
+    assert interrupts.on_stop is None
+    assert client.left == [SECOND.id] * (not silent)
+    said = screen.err.getvalue()
+    assert ("could not be told that nobody follows it any more" in said) is silent
+    assert f"gpulayer attach {SECOND.id}" in said
+    assert client.stopped == []
+
+
+async def test_ctrl_c_that_stops_a_job_waits_for_its_end(screen: Screen) -> None:
+    class Stopping(Attempts):
+        async def stop(self, job: str, *, grace_s: float | None, kill: bool) -> JobRecord:
+            self.answers[0] = [at(FIRST, JobState.CANCELLED, cause="stopped by laptop")]
+            return await super().stop(job, grace_s=grace_s, kill=kill)
+
+    client = Stopping([at(FIRST, JobState.RUNNING)])
+    interrupts = Interrupts(None)
+    async with asyncio.timeout(20):
+        viewing = asyncio.create_task(
+            attend(
+                scripted(client), at(FIRST, JobState.RUNNING), screen.ui, interrupts, on_exit="stop"
+            )
+        )
+        while "of 0" not in screen.out.getvalue():  # noqa: ASYNC110  printing wakes nobody
+            await asyncio.sleep(0.001)
+        interrupts._signalled()
+        final = await viewing
+    assert final is not None
+    assert (final.state, client.stopped, client.left) == (JobState.CANCELLED, [FIRST.id], [])

@@ -21,6 +21,7 @@ from gpulayer_mesh.core.job import (
     START_S,
     Effect,
     Event,
+    Followed,
     GiveUpRestart,
     Go,
     HostRemoved,
@@ -431,6 +432,67 @@ def test_illegal_move_carries_the_history() -> None:
     keeper = Keeper().run()
     with pytest.raises(IllegalTransitionError, match="starting->running"):
         keeper.job._move(keeper.now, Tick(), Stage.WAITING, None)
+
+
+# --- a launcher that vanishes -----------------------------------------------------------------
+
+GONE = "its launcher on laptop was gone for 60 s"
+
+
+def test_job_is_stopped_once_nobody_has_followed_it_for_too_long() -> None:
+    keeper = Keeper(1, 1, on_disconnect_s=60.0).run()
+    keeper.wait(50)
+    keeper.do(Followed())
+    assert StopHost not in map(type, keeper.wait(59))
+    assert StopHost(node(0), 30.0, False) in keeper.wait(1)  # with the grace of a stop
+    assert (keeper.state, keeper.job.cause) == (JobState.RUNNING, GONE)
+    keeper.do(Followed())  # too late
+    for index in range(2):
+        keeper.hear(report(index, ENDED, exited(index, 0, stopped=True)))
+    assert (keeper.state, keeper.job.failure) == (JobState.CANCELLED, None)
+    assert keeper.records[-1].cause == GONE
+
+
+def test_nobody_has_to_follow_a_job_by_default() -> None:
+    keeper = Keeper(1, 1).run()
+    keeper.wait(600)
+    assert keeper.state is JobState.RUNNING
+
+
+def test_nobody_has_to_follow_a_job_that_its_launcher_left_until_somebody_does() -> None:
+    keeper = Keeper(1, 1, on_disconnect_s=60.0).run()
+    keeper.wait(50)
+    keeper.do(Followed(leaving=True))
+    assert keeper.records[-1].left
+    keeper.wait(600)
+    assert keeper.state is JobState.RUNNING
+    keeper.do(Followed())
+    assert not keeper.records[-1].left
+    keeper.wait(60)
+    assert keeper.job.cause == GONE
+
+
+def test_job_that_is_about_to_start_again_is_missed_as_well() -> None:
+    keeper, _ = failed_of(1, 1, on_disconnect_s=60.0)
+    assert keeper.wait(60) == [GiveUpRestart()]
+    assert (keeper.state, keeper.job.cause) == (JobState.CANCELLED, GONE)
+    assert keeper.records[-1].successor == ""
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_next_attempt_and_next_agent_know_whether_the_launcher_left(left: bool) -> None:
+    keeper = Keeper(1, on_disconnect_s=60.0).run()
+    keeper.do(Followed(left))
+    record = keeper.job.record(keeper.now)
+    resumed = KeptJob.resume(record, now=500.0)
+    again = KeptJob(keeper.job.spec, now=500.0)
+    again.handle(500.0, Go(replace(ORDER, left=record.left)))
+    for job in (resumed, again):
+        job.handle(500.0, HostReported(report(0, RUNNING, running(0))))
+        job.handle(559.0, HostReported(report(0, RUNNING, running(0))))
+        assert job.cause == ""
+        job.handle(560.0, HostReported(report(0, RUNNING, running(0))))
+        assert job.cause == ("" if left else GONE)
 
 
 # --- restarts ---------------------------------------------------------------------------------

@@ -394,6 +394,44 @@ def test_job_outlives_its_terminal_and_is_followed_from_another_machine(mesh: La
     assert [path.read_text() for path in fetched] == ["started\n"] * 3
 
 
+SECONDS = """
+import os, signal, sys, time
+from pathlib import Path
+saved = Path(os.environ["GPULAYER_OUT"]) / "saved"
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(saved.write_text("stopped") and 0))
+second = 0
+while not os.path.exists(sys.argv[1]):
+    print("second", second, flush=True)
+    second += 1
+    time.sleep(1)
+saved.write_text("finished")
+"""
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_job_of_a_killed_launcher_goes_on_or_stops_as_it_was_asked(
+    mesh: LanMesh, stays: bool
+) -> None:
+    folder = folder_with(mesh, "stays" if stays else "goes", SECONDS)
+    finish = folder / "finish"
+    command = ("python", "train.py", str(finish))
+    options = () if stays else ("--on-disconnect", "10s")
+    job = run(mesh, *options, command=command, cwd=folder)
+    job.expect("^second 13$", 60)  # followed for longer than that
+    job.kill()
+    job.wait(5)
+    ident = str(newest_job(mesh)["job"])
+    if stays:
+        finish.touch()
+    until(lambda: newest_job(mesh)["state"] != "running", 60, 1.0)
+    last = newest_job(mesh)
+    assert last["state"] == ("succeeded" if stays else "cancelled")
+    assert last["cause"] == ("" if stays else "its launcher on laptop was gone for 10 s")
+    mesh.gpulayer("get", ident)
+    saved = mesh.laptop.home / "gpulayer_jobs" / ident / "saved"
+    assert saved.read_text() == ("finished" if stays else "stopped")
+
+
 def test_frozen_viewer_holds_up_nobody_and_misses_nothing(mesh: LanMesh) -> None:
     """What is printed meanwhile, 20 MB, fits no socket: most of it must wait in the node's log."""
     script = (

@@ -67,6 +67,7 @@ def test_machines_are_asked_for_with_what_was_given(monkeypatch: pytest.MonkeyPa
     used = trainer(
         accelerator="gpu", num_nodes=2, devices=4, target=["box-1", "!box-2"],
         env={"A": "1"}, secrets=["TOKEN"], stop_grace_s=5.0, wait_s=60.0, restarts=3,
+        on_disconnect=600,
     )  # fmt: skip
     with pytest.raises(SystemExit, match="7"):
         used.fit(OneWeight(), loader(2))
@@ -74,7 +75,7 @@ def test_machines_are_asked_for_with_what_was_given(monkeypatch: pytest.MonkeyPa
     expected = {
         "nodes": 2, "devices": 4, "accelerator": Accelerator.CUDA, "target": ("box-1", "!box-2"),
         "env": {"A": "1"}, "secrets": {"TOKEN": "t0ken"}, "stop_grace_s": 5.0, "wait_s": 60.0,
-        "restarts": 3,
+        "restarts": 3, "on_disconnect_s": 600.0,
     }  # fmt: skip
     assert {name: found[name] for name in expected} == expected
 
@@ -292,6 +293,7 @@ TESTS = {
         "stop_grace_s": f"{HERE}::test_machines_are_asked_for_with_what_was_given",
         "wait_s": f"{HERE}::test_machines_are_asked_for_with_what_was_given",
         "restarts": f"{HERE}::test_machines_are_asked_for_with_what_was_given",
+        "on_disconnect": f"{HERE}::test_machines_are_asked_for_with_what_was_given",
         "callbacks": f"{HERE}::test_callbacks_are_one_or_several",
         "max_epochs": "test_fit.py::test_second_fit_continues_the_counters",
         "min_epochs": "test_early_stopping.py::test_minima_hold_a_stop_back",

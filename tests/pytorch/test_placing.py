@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from gpulayer_mesh.core.jobspec import RESTARTS_MAX, JobKind
+from gpulayer_mesh.core.jobspec import (
+    DISCONNECT_MIN_S,
+    RESTARTS_MAX,
+    WAIT_MAX_S,
+    JobKind,
+)
 from gpulayer_mesh.core.types import Accelerator
 from gpulayer_mesh.errors import ConfigError, NoMeshError
 from one_weight import OneWeight, Validated, loader, trainer
@@ -311,6 +316,9 @@ def test_launch_hands_on_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> N
             detach=True,
             restarts=2,
         )
+    with pytest.raises(SystemExit):
+        launch(2, on_disconnect=600)
+    assert [fields["on_disconnect_s"] for _, fields in calls] == [None, 600.0]
     fields = calls[0][1]
     assert fields["nodes"] == 2
     assert fields["devices"] == 4
@@ -335,6 +343,24 @@ def test_restarts_without_a_mesh_are_refused(
     with pytest.raises(ArgumentError, match="restarts=1 needs the mesh"):
         used.fit(model, loader(2))
     assert calls == []
+
+
+def test_launcher_is_missed_on_the_mesh_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch)
+    calls = recorded(monkeypatch)
+    with pytest.raises(ArgumentError, match="on_disconnect=60 needs the mesh"):
+        launch(on_disconnect=60, target="local")
+    model, used = OneWeight(), Trainer(accelerator="cpu", devices=1, on_disconnect=60)
+    with pytest.raises(ArgumentError, match="on_disconnect=60 needs the mesh"):
+        used.fit(model, loader(2))
+    assert calls == []
+    assert arguments.DISCONNECT_MIN_S == DISCONNECT_MIN_S
+    assert arguments.WAIT_MAX_S == WAIT_MAX_S
+    for value in ("stop", 9.9, True, None, 1e8, float("nan")):
+        with pytest.raises(ArgumentError, match='on_disconnect must be "keep" or 10 to'):
+            launch(3, on_disconnect=value)  # type: ignore[arg-type]
+        with pytest.raises(ArgumentError, match='on_disconnect must be "keep" or 10 to'):
+            Trainer(on_disconnect=value)  # type: ignore[arg-type]
 
 
 def test_restarts_are_as_many_as_a_job_may_have(monkeypatch: pytest.MonkeyPatch) -> None:

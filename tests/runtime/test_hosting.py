@@ -212,6 +212,7 @@ RIGHTS = {
     "POST halt": {"box-0"},
     "POST report": {"box-0", "box-2"},
     "POST stop": JOBS | {"boss"},
+    "POST follow": JOBS,
     "GET files": JOBS | {"boss"},
     "GET file": JOBS | {"boss"},
 }
@@ -517,6 +518,23 @@ async def test_stop_at_a_participant_reaches_the_keeper(mesh: Mesh) -> None:
     assert ("box-0", f"/v1/jobs/{JOB}/stop") in second.calls
     await eventually(lambda: first.state() is second.state() is JobState.CANCELLED)
     assert first.phase() is second.phase() is HostPhase.ENDED
+
+
+async def test_word_of_a_launcher_reaches_the_keeper_and_its_next_agent(mesh: Mesh) -> None:
+    spec = mesh.spec("box-0", "box-1", code=WAITS, on_disconnect_s=600.0)
+    first, second = await running(mesh, spec)
+    assert (await second.ask("laptop", "POST", "follow")).spec == spec
+    assert ("box-0", f"/v1/jobs/{JOB}/follow") in second.calls
+    assert not first.host.jobs[JOB].current_record().left
+    await second.ask("laptop", "POST", "follow", {"leaving": True})
+    assert first.host.jobs[JOB].current_record().left
+    await eventually(lambda: second.host.jobs[JOB].current_record().left)
+    first = await first.restart()
+    assert first.host.jobs[JOB].current_record().left
+    second.unreachable = {"box-0"}
+    await second.ask("laptop", "POST", "follow")  # it is missed only if that goes on
+    with pytest.raises(TransportError):  # who leaves must know
+        await second.ask("laptop", "POST", "follow", {"leaving": True})
 
 
 async def test_stop_works_without_the_keeper(mesh: Mesh) -> None:

@@ -680,6 +680,25 @@ async def test_keeper_that_was_cut_off_hears_of_a_stop_from_its_witnesses(
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.parametrize("left", [True, False])
+async def test_next_attempt_knows_from_a_witness_whether_the_launcher_left(
+    mesh: Mesh, quick: None, left: bool
+) -> None:
+    zero, one, two = await watching(mesh, on_disconnect_s=600.0)
+    await zero.ask("laptop", "POST", "follow", {"leaving": left})
+    for box in (one, two):
+        await eventually(lambda box=box: box.restarts._watches[JOB].left is left)
+    one = await one.restart()  # it is on its disk as well
+    assert one.restarts._watches[JOB].left is left
+    await zero.close()  # with its ranks
+    await eventually(lambda: any(NEXT in box.host.jobs for box in (one, two)))
+    there = next(box for box in (one, two) if NEXT in box.host.jobs)
+    await ran(there)
+    record = there.host.jobs[NEXT].current_record()
+    assert (record.left, record.spec.on_disconnect_s) == (left, 600.0)
+
+
+@pytest.mark.timeout(120)
 async def test_stop_at_a_witness_reaches_the_attempt_that_another_has_just_started(
     mesh: Mesh, quick: None
 ) -> None:

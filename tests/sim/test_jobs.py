@@ -8,7 +8,8 @@ is done about it. Promises: a node starts its ranks at most once, in all lives o
 ends and every surviving node agrees that nothing of it is left; no ranks outlive it for long; every
 reservation is freed; success means that every rank really finished; a rank that failed for its own
 reason is never passed over for one that lost its peer, nor is one that is stuck; how a rank ended
-is recorded as it was, also if it ended while its agent was away.
+is recorded as it was, also if it ended while its agent was away; a job that is to be followed stops
+once its launcher is gone for too long, and not while it is there.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ ASKED = (hosted.Start, hosted.Renewed, hosted.Stop)  # in calls of the keeper
 TAKEN = (
     *(hosted.StageBegan, hosted.Staged, hosted.Start, hosted.Renewed, hosted.Stop),
     *(hosted.RankStarted, hosted.RankExited, hosted.ShimDone, hosted.Tick),
-    *(job.Go, job.HostReported, job.ReportFailed, job.StopRequested, job.Tick),
+    *(job.Go, job.HostReported, job.ReportFailed, job.StopRequested, job.Followed, job.Tick),
 )
 DONE = (
     *(hosted.StartShim, hosted.StopShim, hosted.KillShim, hosted.HoldGrant, hosted.FreeGrant),
@@ -57,6 +58,7 @@ POINTS = (
     *(f"{when} {named(event)}" for event in ASKED for when in ("asked", "answered", "heard")),
     *("began anew", "adopted", "resumed"),
 )
+GONE = "its launcher on laptop was gone"
 FAULTS = ("kill", "stop", "cut", "crash")  # the agent twice, its network, its machine
 
 
@@ -305,7 +307,12 @@ class World:
         self._heap: list[tuple[float, int, Callable[[], object]]] = []
         self._number = itertools.count()
         processes = [self.rng.randint(1, 3) for _ in range(self.rng.randint(1, 5))]
-        self.spec = spec(*processes, stop_grace_s=self.rng.choice([1.0, 10.0, 30.0]))
+        self.patience_s = self.rng.choice([None, 10.0, 30.0])
+        self.spec = spec(
+            *processes,
+            stop_grace_s=self.rng.choice([1.0, 10.0, 30.0]),
+            on_disconnect_s=self.patience_s,
+        )
         self.loss = self.rng.choice([0.0, 0.05, 0.3])
         self.slow = self.rng.choice([0.01, 0.5, 3.0])
         self.cut: set[int] = set()  # nodes without a network
@@ -318,6 +325,7 @@ class World:
         self.nodes = [Node(self, i) for i in range(len(processes))]
         self.keeper = job.KeptJob(self.spec, now=self.nodes[0].now)
         self.asked_to_stop = False
+        self.vanished: float | None = None  # the launcher
         self.broken = False  # a node crashed, slept or was cut off
         self.failed_at: float | None = None  # the first rank that failed by itself
         self.ended_at: float | None = None
@@ -408,6 +416,17 @@ class World:
         """The launcher's order; the door takes it only where the job is staged."""
         if not self.gone:
             self.nodes[0].enter(lambda: self.decide(job.Go(ORDER)))
+        if self.patience_s is not None:
+            self.follow()
+
+    def follow(self) -> None:
+        """The launcher is there, until it vanishes."""
+        if self.vanished is None and self.ended_at is None:
+            self.nodes[0].enter(lambda: self.decide(job.Followed()))
+            self.after(2.0, self.follow)
+
+    def vanish(self) -> None:
+        self.vanished = self.now
 
     # The keeper's shell
 
@@ -503,7 +522,8 @@ def play(seed: int, point: str = "", fault: str = "") -> World:
     if point or seed % 2:
         world.point = point or POINTS[seed // 2 % len(POINTS)]
         world.fault = fault or rng.choice(FAULTS)
-        often = any(what in world.point for what in ("Renew", "Report", "Record", "job.Tick"))
+        many = ("Renew", "Report", "Record", "Followed", "job.Tick")
+        often = any(what in world.point for what in many)
         world.left = rng.choice([1, 2, 5, 20]) if often else 1
     for one in world.nodes:
         one.enter(lambda n=one: n.handle(hosted.StageBegan()))
@@ -512,6 +532,8 @@ def play(seed: int, point: str = "", fault: str = "") -> World:
         world.at(staged, lambda n=one: n.hears and n.enter(lambda: n.handle(hosted.Staged())))
     if rng.random() < 0.9:
         world.at(rng.uniform(0, 20), world.go)
+    if rng.random() < 0.5:
+        world.at(rng.uniform(0, 130), world.vanish)
     others = range(1, len(world.nodes))
     chance = rng.random()
     when = rng.uniform(0, 130)
@@ -575,7 +597,9 @@ def judge(world: World) -> None:
             assert finished == everything
         case JobState.CANCELLED:
             never = keeper.cause == "no go order within 30 s"
-            assert world.asked_to_stop or (never and not world.went)
+            alone = keeper.cause.startswith(GONE)
+            missed = world.vanished is not None or world.broken  # or the keeper slept
+            assert world.asked_to_stop or (never and not world.went) or (alone and missed)
         case JobState.FAILED:
             assert keeper.failure is not None
             assert keeper.failure.code != 0
@@ -596,11 +620,14 @@ def judge(world: World) -> None:
         assert world.ended_at - world.failed_at < 10.0
     undisturbed = not world.broken and not world.agents_died
     if undisturbed and not world.doomed and not world.asked_to_stop and world.loss < 0.3:
-        if world.stuck is None or not world.went:
+        if world.stuck is None or not world.went or keeper.cause.startswith(GONE):
             assert keeper.state in (JobState.SUCCEEDED, JobState.CANCELLED)
         else:
             assert keeper.failure is not None
             assert STUCK in keeper.failure.reason
+    if undisturbed and world.patience_s is not None and keeper.state is JobState.SUCCEEDED:
+        latest = world.ended_at if world.vanished is None else world.vanished + world.patience_s
+        assert world.ended_at <= latest + job.FAILURE_GRACE_S + job.END_S  # it was ending
 
 
 @pytest.mark.configurations(5)
@@ -635,5 +662,7 @@ def test_the_same_seed_plays_the_same_job() -> None:
 
 
 def test_the_seeds_cover_every_outcome() -> None:
-    outcomes = {play(seed).keeper.state for seed in range(40)}
+    keepers = [play(seed).keeper for seed in range(40)]
+    outcomes = {keeper.state for keeper in keepers}
     assert outcomes >= {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}
+    assert any(keeper.cause.startswith(GONE) for keeper in keepers)

@@ -8,8 +8,10 @@ cancelled, also one that a host had to carry out alone. The job ends when every 
 heard says that no process is left, at the latest when the deadline passes. Where others may start
 the job again, most voters must be known to hear this node (`proof`), for they do when they do not;
 nodes whose part is over are asked on for that. A failed job that may be restarted waits in
-RESTARTING for word of its next attempt, which `Restart` asks for. Reports are full snapshots that
-never go back: duplicates and late ones change nothing. No state waits for a message alone.
+RESTARTING for word of its next attempt, which `Restart` asks for. A job may be told to stop when
+nobody has followed it for a while on the machine that submitted it, unless the last one there said
+that it goes. Reports are full snapshots that never go back: duplicates and late ones change
+nothing. No state waits for a message alone.
 
     WAITING -> STARTING -> RUNNING -> STOPPING ---> ENDED      stage         job state
         |          |-> SETTLING <-|      ^   |        ^        WAITING       pending
@@ -107,6 +109,13 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class Followed:
+    """Somebody follows the job on the machine that submitted it."""
+
+    leaving: bool = False  # and says that nobody has to from now on
+
+
+@dataclass(frozen=True, slots=True)
 class HostRemoved:
     """The roster no longer has this node; it ends its ranks by itself."""
 
@@ -152,6 +161,7 @@ Event = (
     | HostReported
     | ReportFailed
     | StopRequested
+    | Followed
     | HostRemoved
     | Watched
     | Restarted
@@ -301,6 +311,8 @@ class KeptJob:
         self._waiting = ""  # for what the next attempt waits
         self._asked = False  # for the next attempt
         self._watched: dict[NodeId, float] = {}  # witness -> as `_Host.hears`
+        self._followed = now  # when that was last known
+        self._left = False  # as `JobRecord.left`
 
     @classmethod
     def resume(cls, record: JobRecord, *, now: float, proof: float | None = None) -> KeptJob:
@@ -319,6 +331,7 @@ class KeptJob:
         for host in job._hosts.values():
             host.hears = proof
             host.answered = True
+        job._left = record.left
         if record.state is JobState.RESTARTING:
             job.failure = record.failure
             job.stage = Stage.RESTARTING
@@ -390,6 +403,7 @@ class KeptJob:
             None if self._ended is None else now - self._ended,
             self._successor,
             self._waiting,
+            self._left,
         )
 
     def handle(self, now: float, event: Event) -> list[Effect]:
@@ -407,7 +421,8 @@ class KeptJob:
             case Go(order):
                 if self.stage is Stage.WAITING:
                     self._order = order
-                    self._went = now
+                    self._went = self._followed = now
+                    self._left = order.left
                     for host in self._hosts.values():
                         host.heard = host.hears = now
                     self._move(now, event, Stage.STARTING, now + START_S)
@@ -426,6 +441,8 @@ class KeptJob:
                     self._hosts[node].error = error[:256]
             case StopRequested():
                 self._stop_requested(now, event)
+            case Followed(leaving):
+                self._followed, self._left = now, leaving
             case HostRemoved(node):
                 if node in self._hosts and not self._hosts[node].over:
                     self._hosts[node].lost = "was removed from the mesh"
@@ -466,6 +483,7 @@ class KeptJob:
                     times.append(host.heard + HOST_LOST_S)
         if self.stage in (Stage.STARTING, Stage.RUNNING):
             times += [at for at in [self._cut_off_at()] if at is not None]
+        times += [at for at in [self._abandoned_at()] if at is not None]
         return min(times)
 
     def check(self) -> None:
@@ -479,7 +497,7 @@ class KeptJob:
 
     # Events
 
-    def _stop_requested(self, now: float, event: StopRequested) -> None:
+    def _stop_requested(self, now: float, event: StopRequested, cause: str = "") -> None:
         if self.stage is Stage.STOPPING:
             if event.kill:
                 self._kill(now)
@@ -488,7 +506,7 @@ class KeptJob:
         if self.failure is None or self.stage is Stage.RESTARTING:
             self.failure = None
             self._cancelled = True
-            self.cause = f"stopped by {event.by}"
+            self.cause = cause or f"stopped by {event.by}"
         if self.stage in (Stage.WAITING, Stage.RESTARTING):
             self._end(now, event)
             return
@@ -528,6 +546,11 @@ class KeptJob:
     def _judge(self, now: float, event: Event) -> None:
         """Move on as far as what is known allows."""
         hosts = self._hosts.values()
+        abandoned = self._abandoned_at()
+        if abandoned is not None and now >= abandoned:
+            who = f"its launcher on {self.spec.submitter_name}"
+            gone = f"{who} was gone for {self.spec.on_disconnect_s:g} s"
+            self._stop_requested(now, StopRequested(who), gone)
         for host in hosts:
             if self._watches(host) and now >= host.heard + HOST_LOST_S:
                 why = f" ({host.error})" if host.error else ""
@@ -617,6 +640,12 @@ class KeptJob:
         """When too few voters are known to hear this node; None: they could not do without it."""
         proof = self.proof(math.inf)
         return None if proof == math.inf else proof + HOST_LOST_S
+
+    def _abandoned_at(self) -> float | None:
+        """When the job stops because nobody follows it; None: it does not."""
+        limit_s = self.spec.on_disconnect_s
+        stops = self.stage in (Stage.STARTING, Stage.RUNNING, Stage.RESTARTING)
+        return None if limit_s is None or self._left or not stops else self._followed + limit_s
 
     @property
     def _may_be_restarted(self) -> bool:
@@ -751,6 +780,7 @@ class KeptJob:
             self.cause,
             self._cancelled,
             self._waiting,
+            self._left,
             tuple(
                 (
                     host.lost,

@@ -19,6 +19,8 @@ JOB_ID_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 JOB_ID_CHARS = 10
 RESTARTS_MAX = 20
 WAIT_MAX_S = 10_000_000  # 115 days; whoever means longer means None
+# A launcher that follows is heard every second; less than this would end jobs for a hiccup.
+DISCONNECT_MIN_S = 10
 VOTERS_MAX = 1026  # every slot, and two more where there is but one
 OUTPUTS_MAX = 100_000  # files listed per node; a list of them is 20 MB on the wire
 STAYED_MAX = 100  # named per node; nobody reads on, and the rest is counted
@@ -105,6 +107,8 @@ class JobSpec:
     voters: Annotated[tuple[NodeId, ...], Meta(max_length=VOTERS_MAX)] = ()
     # How long it may wait for machines, before the start and again before each next attempt.
     wait_s: Annotated[float, Meta(ge=0, le=WAIT_MAX_S)] | None = None
+    # How long its launcher may be gone without a word before the job is stopped; None: for ever.
+    on_disconnect_s: Annotated[float, Meta(ge=DISCONNECT_MIN_S, le=WAIT_MAX_S)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,7 @@ class GoOrder:
     # For each slot, the address by which its peers reach it; decides the interface on each host.
     peer_hosts: Annotated[tuple[str, ...], Meta(max_length=1024)]
     secrets: EnvMap = field(default_factory=dict)  # only ever in memory and in the ranks
+    left: bool = False  # as `JobRecord.left`, of the attempt before
 
 
 class MemoryKill(StrEnum):
@@ -195,6 +200,7 @@ class JobRecord:
     ended_age_s: float | None = None
     successor: Annotated[str, Meta(max_length=JOB_ID_CHARS)] = ""  # the attempt that followed
     waiting: Annotated[str, Meta(max_length=512)] = ""  # why the next one has not started yet
+    left: bool = False  # its launcher said that it goes: nobody has to follow the job
 
 
 @dataclass(frozen=True, slots=True)

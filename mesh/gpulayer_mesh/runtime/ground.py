@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -58,6 +58,7 @@ class MeshGround:
     Args:
         secrets: for the ranks.
         keeper_speaks: as the method, by an attempt's id.
+        left: whether nobody has to follow an attempt, as `JobRecord.left`.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class MeshGround:
         agreements: Agreements,
         secrets: Mapping[str, str],
         keeper_speaks: Callable[[str], bool],
+        left: Callable[[str], bool],
     ) -> None:
         self._host = host
         self._site = host.site
@@ -74,6 +76,7 @@ class MeshGround:
         self._agreements = agreements
         self._secrets = secrets
         self._keeper_speaks = keeper_speaks
+        self._launcher_left = left
         self._standing: dict[str, tuple[Signed, set[NodeId]]] = {}  # attempt it follows -> where
         self.node = host.site.node
 
@@ -181,7 +184,7 @@ class MeshGround:
 
     async def prepare(self, attempt: Signed, ran: Signed) -> GoOrder:
         source = await asyncio.to_thread(self._source, ran)
-        return await starting.prepare(
+        order = await starting.prepare(
             self,
             attempt.spec,
             attempt.chain,
@@ -189,6 +192,7 @@ class MeshGround:
             self._secrets,
             before_preflight=lambda: self._restore(attempt, ran),
         )
+        return replace(order, left=self._launcher_left(ran.spec.id))
 
     async def hold(self, node: NodeId, attempt: Signed) -> None:
         path = f"/v1/attempts/{attempt.spec.id}/hold"

@@ -68,6 +68,11 @@ class _StopOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class _Following:
+    leaving: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class _Release:
     attempt: Annotated[int, Meta(ge=0)] = 0
     going: bool = False
@@ -139,6 +144,7 @@ class JobDoor:
             Route("POST", one + "/halt", self.halt),
             Route("POST", one + "/report", self.report, None, order),
             Route("POST", one + "/stop", self.stop),
+            Route("POST", one + "/follow", self.follow),
             Route("GET", one + "/logs", self.logs),
             Route("GET", one + "/files", self.files),
             Route("GET", one + "/file", self.file),
@@ -419,6 +425,24 @@ class JobDoor:
     async def get_job(self, request: DoorRequest) -> JobRecord:
         watched = self._restarts.watched_job(request.params["id"])
         return self._job(request).current_record() if watched is None else watched
+
+    async def follow(self, request: DoorRequest) -> JobRecord:
+        """Answer who follows a job on the machine that submitted it, and let the keeper know."""
+        one = self._host.jobs.get(request.params["id"])
+        spec = (await self.get_job(request)).spec
+        _only(request, spec.submitter, *(slot.node for slot in spec.slots), *spec.voters)
+        word = wire.decode_as(_Following, wire.unpack(request.body))
+        keeper = spec.slots[0].node
+        if one is not None and one.kept is not None:
+            self._host.on_keeper(one, job.Followed(word.leaving))
+        elif request.peer == spec.submitter and keeper != self._site.node:
+            path = f"/v1/jobs/{spec.id}/follow"  # perhaps only the launcher does not reach it
+            try:
+                await self._site.call(keeper, "POST", path, request.body, deadline_s=job.RENEW_S)
+            except GpuLayerError:
+                if word.leaving:
+                    raise
+        return await self.get_job(request)
 
     async def logs(self, request: DoorRequest) -> Stream:
         """Stream the raw log records of this node's ranks, from where the viewer left off."""

@@ -66,6 +66,7 @@ class _Word:
     spec: Annotated[bytes, Meta(max_length=CHAIN_MAX)]
     secretive: bool
     sources: Annotated[tuple[HostAddress, ...], Meta(max_length=1024)]
+    left: bool = False  # as `JobRecord.left`
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,7 @@ class _Watch:
     attempt: Signed
     secretive: bool
     began: float  # monotonic
+    left: bool  # as `JobRecord.left`
     waiting: str = ""  # why its next attempt has not started
     task: asyncio.Task[None] | None = None
     succeeding: bool = False  # no word of the keeper ends it any more
@@ -447,15 +449,21 @@ class Restarts:
                 raise NotAllowedError("only the keeper of a job has it watched")
             self.agreements.refuse_superseded(spec)
             self._unwatch(ident)
-            try:
-                replace_file(self._watches_dir / ident, request.body, private=True, durable=True)
-            except OSError as error:
-                raise GpuLayerError(f"cannot note a job to watch: {error}") from error
+            self._note_watch(ident, request.body)
             known = self._watch(attempt, word)
         elif request.peer != known.attempt.spec.slots[0].node:
             raise NotAllowedError("only the keeper of a job has it watched")
+        elif known.left is not word.left:
+            known.left = word.left
+            self._note_watch(ident, request.body)
         self.agreements.heard(ident)
         return None
+
+    def _note_watch(self, ident: str, word: bytes) -> None:
+        try:
+            replace_file(self._watches_dir / ident, word, private=True, durable=True)
+        except OSError as error:
+            raise GpuLayerError(f"cannot note a job to watch: {error}") from error
 
     async def drop_watch(self, request: DoorRequest) -> None:
         """The keeper says that the job is over; safe to repeat."""
@@ -479,7 +487,7 @@ class Restarts:
                 copies.forget(ident)
 
     def _watch(self, attempt: Signed, word: _Word, age_s: float = 0.0) -> _Watch:
-        watch = _Watch(attempt, word.secretive, time.monotonic() - age_s)
+        watch = _Watch(attempt, word.secretive, time.monotonic() - age_s, word.left)
         self._ends.drop(attempt.spec.id)
         self.agreements.heard(attempt.spec.id)  # at the latest: an agent started anew
         self._watches[attempt.spec.id] = watch
@@ -578,12 +586,13 @@ class Restarts:
         sources = tuple(
             HostAddress(slot.node, self._means.addresses(slot.node)) for slot in one.spec.slots
         )
-        body = wire.pack(
-            _Word(one.attempt.chain, bool(one.secrets) or one.folder.secretive, sources)
-        )
+        secretive = bool(one.secrets) or one.folder.secretive
         path = f"/v1/watches/{one.spec.id}"
         while True:
             asked = one.clock()
+            body = wire.pack(
+                _Word(one.attempt.chain, secretive, sources, self._launcher_left(one.spec.id))
+            )
             with contextlib.suppress(GpuLayerError):
                 answer = await self._site.call(witness, "POST", path, body, deadline_s=WATCH_S)
                 plain = wire.unpack(answer) if answer else None
@@ -630,8 +639,19 @@ class Restarts:
 
     def _ground(self, secrets: Mapping[str, str] | None) -> MeshGround:
         return MeshGround(
-            self._host, self._means, self.agreements, secrets or {}, self._keeper_speaks
+            self._host,
+            self._means,
+            self.agreements,
+            secrets or {},
+            self._keeper_speaks,
+            self._launcher_left,
         )
+
+    def _launcher_left(self, ident: str) -> bool:
+        one, watch = self._host.jobs.get(ident), self._watches.get(ident)
+        if one is not None:
+            return one.current_record().left
+        return watch is not None and watch.left
 
     def _keeper_speaks(self, ident: str) -> bool:
         """Return whether an attempt is known to run: it is kept here, or its keeper was heard."""
