@@ -11,7 +11,8 @@ does not wait for that: nothing happens per step, and there is no collective. It
   on and rank 0 proposes another. Both are seen by everyone, so nobody stops alone. At a meeting
   they stop if any rank came with the wish.
 - *Pace.* What each rank needs for a batch until its backward pass, where it begins to wait for the
-  others, tells who is slow.
+  others, tells who is slow. Where nothing goes on for a minute, a rank that waits names those it
+  waits for; that ends nothing, for one of them may be at work on something long.
 
 Verdicts are pure functions of what ranks posted. Does not know what a batch is.
 """
@@ -29,7 +30,10 @@ from typing import Any, Protocol
 PAUSE_S = 0.5  # between two posts
 MARGIN_S = 2.5 * PAUSE_S  # in which every rank hears of a proposal
 POST_MOST = 1000  # characters; the store belongs to the job's ranks, yet a limit costs nothing
+BEHIND_S = 60.0  # without progress; a shorter wait is part of many trainings
+BEHIND_LOOK_S = 15.0  # from then on, between looks at the others
 SLOW = 1.2  # times the median: a slower rank is worth a word
+Place = tuple[int, int, int, int]  # counts of what all ranks do in the same order
 _STOP, _STOP_AFTER = "stop", "stop after"
 WEIGHTS_APART = 1e-4  # relative; ranks on different hardware round differently
 
@@ -47,6 +51,8 @@ class Post:
         own_s: seconds per batch before the backward pass; None: not known.
         node: the machine's name.
         weights: two numbers that depend on all weights, as of the last meeting.
+        reached: the last batch with whose backward pass it has begun.
+        collectives: how many of the Runtime's it has begun.
     """
 
     batches: int = 0
@@ -57,6 +63,13 @@ class Post:
     own_s: float | None = None
     node: str | None = None
     weights: tuple[float, float] | None = None
+    reached: int = 0
+    collectives: int = 0
+
+    @property
+    def place(self) -> Place:
+        """How far it is; whoever is ahead waits for the others."""
+        return self.met, self.batches, self.reached, self.collectives
 
 
 class Apart(RuntimeError):
@@ -129,6 +142,12 @@ def slowest(posts: Sequence[Post]) -> str | None:
     return f"slowest {_named([rank], posts)} {known[rank] / usual:.1f}x"
 
 
+def behind(posts: Sequence[Post]) -> list[int]:
+    """Return the ranks for which those that are ahead wait."""
+    ahead = max(post.place for post in posts)
+    return [rank for rank, post in enumerate(posts) if post.place != ahead]
+
+
 def odd_weights(posts: Sequence[Post]) -> list[int]:
     """Return the ranks whose weights are not those of most ranks; or rank 0's of halves."""
     known = [(rank, post.weights) for rank, post in enumerate(posts) if post.weights is not None]
@@ -168,7 +187,9 @@ class Lockstep:
     Args:
         store: shared by the ranks of this fit, and by nobody else.
         batches: returns how many batches this rank has begun.
+        collectives: as in `Post`.
         plan_stop: takes the batch after which the loop asks `stops_here`.
+        say: told for whom the others wait.
         deadline_s: how long ranks that do not come are waited for.
     """
 
@@ -180,7 +201,9 @@ class Lockstep:
         node: str | None,
         *,
         batches: Callable[[], int],
+        collectives: Callable[[], int],
         plan_stop: Callable[[int], None],
+        say: Callable[[str], None],
         deadline_s: float,
     ) -> None:
         self._store = store
@@ -188,7 +211,9 @@ class Lockstep:
         self._keys = [f"at/{number}" for number in range(world_size)]
         self._node = node
         self._batches = batches
+        self._collectives = collectives
         self._plan_stop = plan_stop
+        self._say = say
         self._deadline_s = deadline_s
         self._everyone = False  # whether all ranks have posted at least once
         self._met = self._left = self._stops = self._ends = 0
@@ -199,6 +224,8 @@ class Lockstep:
         self._open = False  # whether that proposal still stands
         self._pace = Pace()
         self.own_s = 0.0  # the loop adds each batch's part before backward
+        self.reached = 0  # it sets to the batch whose part that was
+        self._still = Standstill()
         # A post must not overwrite a newer one, so what is posted is taken and written in one go.
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -315,7 +342,11 @@ class Lockstep:
                 return
 
     def _tick(self) -> None:
-        self._post()
+        post = self._post()
+        if self._still.is_long(time.monotonic(), post.place) and (posts := self.posts()):
+            text = self._still.for_whom(self._rank, posts)
+            if text is not None:
+                self._say(text)
         if self._asked is not None:
             self._store.set(_STOP, str(self._asked))
         if self._rank == 0:
@@ -331,13 +362,44 @@ class Lockstep:
                 self._planned = planned
                 self._plan_stop(planned)
 
-    def _post(self) -> None:
+    def _post(self) -> Post:
         with self._lock:
             batches = self._batches()
             self._pace.look(time.monotonic(), batches, self.own_s)
             post = Post(batches, self._met, self._left, self._stops, self._ends,
-                        self._pace.own_s, self._node, self._weights)  # fmt: skip
+                        self._pace.own_s, self._node, self._weights, self.reached,
+                        self._collectives())  # fmt: skip
             self._store.set(self._keys[self._rank], json.dumps(asdict(post)))
+        return post
+
+
+class Standstill:
+    """How long one rank has been at one place, and for whom."""
+
+    def __init__(self) -> None:
+        self._place: Place | None = None
+        self._look_s = 0.0  # when to look at the others
+        self._said: set[tuple[int, ...]] = set()
+
+    def is_long(self, now_s: float, place: Place) -> bool:
+        """Take the place as it is now; return whether it is time to look at the others."""
+        if place != self._place:
+            self._place, self._look_s = place, now_s + BEHIND_S
+        if now_s < self._look_s:
+            return False
+        self._look_s = now_s + BEHIND_LOOK_S
+        return True
+
+    def for_whom(self, mine: int, posts: Sequence[Post]) -> str | None:
+        """Say for whom those that are ahead wait, if this rank is the first of these; once each."""
+        ranks = behind(posts)
+        first = next(rank for rank in range(len(posts)) if rank not in ranks)
+        if not ranks or first != mine or tuple(ranks) in self._said:
+            return None
+        self._said.add(tuple(ranks))
+        at = min(posts[rank].batches for rank in ranks)
+        named = _named(ranks, posts)
+        return f"waiting for {named} for {BEHIND_S:.0f} s, at batch {at} (counted over all epochs)"
 
 
 class Pace:

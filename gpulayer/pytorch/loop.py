@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 import time
 import warnings
 from collections.abc import Generator, Iterator, Mapping
@@ -460,7 +461,9 @@ class FitLoop:
             runtime.world_size,
             runtime.node,
             batches=lambda: self._begun,
+            collectives=lambda: runtime._collectives,
             plan_stop=self._plan_stop,
+            say=lambda text: print(f"gpulayer: {text}", file=sys.stderr, flush=True),
             deadline_s=store.timeout.total_seconds(),
         )
 
@@ -596,6 +599,7 @@ class FitLoop:
             raise self._unused_parameters(str(error)) from error
         if self._lockstep is not None:  # in backward it may wait for others
             self._lockstep.own_s += perf_counter() - self._began_s
+            self._lockstep.reached = self._begun
         loss = self._loss_of(output)
         if self._batch_idx % self._window == 0:
             self._zero_grad()

@@ -107,6 +107,7 @@ class Runtime:
         self._output_dir = place.output_dir
         self._find_unused = find_unused_parameters
         self._owns_group = False
+        self._collectives = 0  # begun here, for whoever wants to know who waits for whom
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self.world_size > 1 and not dist.is_initialized():
@@ -204,12 +205,14 @@ class Runtime:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.world_size > 1:
+            self._collectives += 1
             dist.barrier()
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Return the sum, min or max of `tensor` over all ranks; the argument is not changed."""
         tensor = tensor.detach().to(self.device, copy=True)
         if self.world_size > 1:
+            self._collectives += 1
             dist.all_reduce(tensor, _OPS[op])
         return tensor
 
@@ -227,6 +230,7 @@ class Runtime:
         """Return `source`'s tensor; all ranks pass one of the same shape and type."""
         tensor = tensor.detach().to(self.device, copy=True)
         if self.world_size > 1:
+            self._collectives += 1
             dist.broadcast(tensor, source)
         return tensor
 
@@ -238,6 +242,7 @@ class Runtime:
         # As bytes: gloo gathers neither bool nor complex.
         mine = tensor.flatten().view(torch.uint8)
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+        self._collectives += 1
         dist.all_gather(everyone, mine)
         return torch.stack(everyone).view(tensor.dtype).reshape(-1, *tensor.shape)
 
@@ -249,6 +254,7 @@ class Runtime:
         mine = torch.frombuffer(bytearray(text.encode() + b" "), dtype=torch.uint8)
         size = torch.tensor([len(mine)], device=self.device)
         sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
+        self._collectives += 1
         dist.all_gather(sizes, size)
         lengths = [int(one) for one in sizes]
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self.device)

@@ -17,7 +17,9 @@ from gpulayer.pytorch.lockstep import (
     Lockstep,
     Pace,
     Post,
+    Standstill,
     all_came,
+    behind,
     odd_weights,
     proposal,
     slowest,
@@ -94,6 +96,44 @@ def test_proposal_lies_ahead_of_what_ranks_train_until_they_hear_of_it() -> None
 def test_slow_rank_must_stand_out(own_s: Sequence[float | None], found: str | None) -> None:
     posts = [Post(own_s=one, node=node) for one, node in zip(own_s, "abc", strict=True)]
     assert slowest(posts) == found
+
+
+@pytest.mark.parametrize(
+    ("posts", "ranks"),
+    [
+        ([Post(7, reached=7), Post(7, reached=7)], []),
+        ([Post(7, reached=7), Post(7, reached=6)], [1]),  # in its forward pass
+        ([Post(7, reached=6), Post(6, reached=6)], [1]),  # loads its batch
+        ([Post(7, reached=7), Post(7, met=1, reached=7)], [0]),  # in a hook at the end of the epoch
+        ([Post(7, collectives=9), Post(7, collectives=10)], [0]),
+        ([Post(9, met=1, left=1), Post(8, met=1), Post(9, met=1, left=1)], [1]),
+    ],
+)
+def test_ranks_behind_are_those_for_which_the_first_wait(
+    posts: list[Post], ranks: list[int]
+) -> None:
+    assert behind(posts) == ranks
+
+
+def test_standstill_is_looked_into_after_a_minute_and_then_now_and_then() -> None:
+    still = Standstill()
+    looks = [at for at in range(0, 200) if still.is_long(float(at), (0, 3, 3, 0))]
+    assert looks == [60, 75, 90, 105, 120, 135, 150, 165, 180, 195]
+    assert not any(still.is_long(200.0 + at, (0, at, at, 0)) for at in range(200))
+
+
+def test_only_the_first_of_those_who_wait_speaks_and_once() -> None:
+    posts = [Post(6, node="a"), Post(7, reached=7, node="b"), Post(7, reached=7, node="c")]
+    said = [Standstill().for_whom(rank, posts) for rank in range(3)]
+    assert said == [
+        None,
+        "waiting for rank 0 on a for 60 s, at batch 6 (counted over all epochs)",
+        None,
+    ]
+    still = Standstill()
+    assert [still.for_whom(1, posts) is None for _ in range(3)] == [False, True, True]
+    assert still.for_whom(1, [*posts[:2], Post(7, reached=6, node="c")]) is not None
+    assert still.for_whom(1, posts[1:] * 2) is None  # all are equally far
 
 
 def test_odd_weights_are_those_of_the_fewest() -> None:
@@ -220,9 +260,11 @@ class Trained:
     def __init__(self, store: Shared, rank: int, world: int, deadline_s: float = 20.0) -> None:
         self.batches = 0
         self.plan = float("inf")
+        self.said: list[str] = []
         self.lockstep = Lockstep(
-            store, rank, world, f"box-{rank}", batches=lambda: self.batches,
-            plan_stop=lambda batch: setattr(self, "plan", batch), deadline_s=deadline_s,
+            store, rank, world, f"box-{rank}", batches=lambda: self.batches, collectives=lambda: 0,
+            plan_stop=lambda batch: setattr(self, "plan", batch), say=self.said.append,
+            deadline_s=deadline_s,
         )  # fmt: skip
 
     def run(self, epochs: int, length: int, barrier: threading.Barrier) -> int:
@@ -470,6 +512,43 @@ def test_all_ranks_may_leave_an_epoch_at_a_batch_that_a_slow_one_is_still_at(
     """
     ranks = Ranks(tmp_path / "two", body, world=2).check()
     assert ranks.told(1) == {"steps": 4, "epochs": 2}
+
+
+@pytest.mark.network
+def test_rank_for_which_the_others_wait_is_named_and_waited_for(tmp_path: Path) -> None:
+    ranks = Ranks(
+        tmp_path / "two",
+        """
+        import time
+        from gpulayer.pytorch import lockstep
+        lockstep.BEHIND_S = 1.0
+
+        class Late(Net):
+            def training_step(self, batch, batch_idx):
+                if RANK == 0 and batch_idx == 1:
+                    deadline = time.monotonic() + 60
+                    while not os.path.exists("said") and time.monotonic() < deadline:
+                        time.sleep(0.05)
+                return super().training_step(batch, batch_idx)
+
+        says = lockstep.Standstill.for_whom
+
+        def for_whom(self, *given):
+            text = says(self, *given)
+            if text is not None:
+                open("said", "w").close()
+            return text
+
+        lockstep.Standstill.for_whom = for_whom
+        trainer(max_epochs=2).fit(Late(), DataLoader(samples(16), 4))
+        tell(done=True)
+        """,
+        world=2,
+    ).check()
+    said = "gpulayer: waiting for rank 0 for 1 s, at batch 2 (counted over all epochs)"
+    assert said in ranks.output[1]
+    assert "waiting" not in ranks.output[0]
+    assert ranks.told(0) == ranks.told(1) == {"done": True}
 
 
 @pytest.mark.network
