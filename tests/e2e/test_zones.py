@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +55,18 @@ def test_links_are_measured_and_two_floors_are_two_zones(house: LanMesh) -> None
         assert link["age_s"] < 300
         if (a in UPSTAIRS) != (b in UPSTAIRS):
             assert link["mbit_s"] < TRUNK_MBIT * 1.2
+    # A job stays on one floor; one for all crosses the trunk once, and the plan says so.
+    dry = ("--dry-run", "--", "python", "-c", "pass")
+    plan = house.gpulayer("run", "--nodes", "2", *dry).stderr
+    assert re.search(r"same zone ~box-[12] and hardware, \d+ Mbit/s to box-", plan), plan
+    assert re.search(r"not needed: 2 of 4 fitting; in zone ~box-[12]", plan), plan
+    everywhere = house.gpulayer("run", "--nodes", "4", *dry).stderr
+    assert re.search(r"ranks are in 2 zones: [\d.]+ Mbit/s between them", everywhere), everywhere
+    order = re.findall(r"rank +\d +(box-\d)", everywhere)
+    floors = [name in UPSTAIRS for name in order]
+    assert floors in ([True, True, False, False], [False, False, True, True])
+    downstairs = house.gpulayer("run", "--target", "zone:~box-2", *dry).stderr
+    assert re.search(r"rank +0 +box-[24]", downstairs), downstairs
     table = house.gpulayer("mesh", "status").stdout
     assert "~box-1" in table
     assert "MBIT/S" in table

@@ -2,8 +2,9 @@
 
 Only workers that are alive count. On several nodes torch and Python must agree in their minor
 version (the largest agreeing group is used), accelerators are never mixed, and the nodes should
-share zone and hardware before anything else. Every other node is refused with its reason, and
-whether waiting could change it. Cost: a few passes over the members, 20 ms for 1,000 nodes.
+share zone and hardware before anything else, then be well wired (`wires`), which also decides the
+order of the ranks. Where one zone is too small, few are used. Every other node is refused with its
+reason, and whether waiting could change it. Cost: `benchmarks/placement.py` prints it.
 
 This module does not know how to reserve what it planned; the snapshot may be seconds old, so the
 nodes have the last word.
@@ -12,8 +13,10 @@ nodes have the last word.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
 from typing import Literal
 
 from gpulayer_mesh.core.devicecare import unfit, users
@@ -24,12 +27,14 @@ from gpulayer_mesh.core.types import (
     Capabilities,
     Device,
     Grant,
+    Link,
     MemberSnapshot,
     NodeId,
     NodeState,
     Role,
     Snapshot,
 )
+from gpulayer_mesh.core.wires import Wires
 from gpulayer_mesh.errors import ConfigError, PlacementBusyError, PlacementError, Refusal
 
 NODES_MAX = 1024  # slots of a job spec
@@ -70,6 +75,7 @@ class Plan:
 class _Fit:
     """A node that can take its part now."""
 
+    position: int  # in `Snapshot.members`
     member: MemberSnapshot
     caps: Capabilities
     processes: int
@@ -133,7 +139,7 @@ def plan(request: Request, snapshot: Snapshot, kept: Mapping[NodeId, str] | None
     _check_request(request)
     attempt, passed_over = _survey(request, snapshot, kept or {})
     if len(attempt.fits) >= request.nodes:
-        return _choose(attempt, request, passed_over=passed_over)
+        return _choose(attempt, request, snapshot.links, passed_over=passed_over)
     refusals = tuple(attempt.refused)
     counted = tuple(fit.member.name for fit in attempt.fits)
     if attempt.hoped >= request.nodes:
@@ -234,9 +240,10 @@ def _target(
         (never if part.startswith("!") else only).append(name)
     if unknown:
         names = ", ".join(sorted({member.name for member in snapshot.members})[:20])
+        zones = ", ".join(sorted({member.zone for member in snapshot.members} - {""})[:20])
         raise PlacementError(
             f"no node or zone is called {', '.join(map(repr, unknown))}",
-            hint=f"the mesh has {names}",
+            hint=f"the mesh has {names}" + (f"; zones {zones}" if zones else ""),
         )
 
     def test(member: MemberSnapshot) -> tuple[bool, bool]:
@@ -263,7 +270,7 @@ def _look(
     kept: Mapping[NodeId, str],
 ) -> _Attempt:
     attempt = _Attempt(accelerator, [], [], [])
-    for member in snapshot.members:
+    for position, member in enumerate(snapshot.members):
         meant, named = wanted(member)
         caps = member.caps
         why = _unusable(request, accelerator, member, meant, named)
@@ -279,8 +286,8 @@ def _look(
         if member.node == snapshot.answered_by:
             rtt_ms = 0.0
         else:
-            rtt_ms = float("inf") if member.rtt_ms is None else member.rtt_ms
-        fit = _Fit(member, caps, processes, devices, rtt_ms)
+            rtt_ms = inf if member.rtt_ms is None else member.rtt_ms
+        fit = _Fit(position, member, caps, processes, devices, rtt_ms)
         if why is None:
             attempt.fits.append(fit)
         else:
@@ -424,23 +431,35 @@ def _agreeing(attempt: _Attempt, request: Request) -> _Attempt:
     return _Attempt(attempt.accelerator, now, refused, later)
 
 
-def _choose(attempt: _Attempt, request: Request, *, passed_over: Sequence[_Attempt]) -> Plan:
+def _choose(
+    attempt: _Attempt, request: Request, links: Sequence[Link], *, passed_over: Sequence[_Attempt]
+) -> Plan:
     auto = request.devices == "auto"
+    # Better ones first; a number in what follows is a place in this list.
     fits = sorted(attempt.fits, key=lambda fit: fit.order(auto))
-    chosen, shared = _pool(fits, request.nodes, auto)
+    wires = Wires(links if request.nodes > 1 else (), [fit.position for fit in fits])
+    pool, shared = _pool(fits, request.nodes, wires)
+    ranked = wires.ranked(pool, [fit.member.zone for fit in fits])
+    chosen = [fits[i] for i in ranked]
     slots = tuple(_slot(fit) for fit in chosen)
-    taken = {fit.member.node for fit in chosen}
+    taken, zones = set(ranked), {fit.member.zone for fit in chosen}
+    said = [_wire(wires, a, b, fits) for a, b in pairwise(ranked)]
     spare = [
-        Refusal(fit.member.name, f"not needed: {request.nodes} of {len(fits)} fitting", False)
-        for fit in fits
-        if fit.member.node not in taken
+        Refusal(
+            fit.member.name,
+            f"not needed: {request.nodes} of {len(fits)} fitting"
+            + _apart(fit, zones, wires.best(i, taken)),
+            False,
+        )
+        for i, fit in enumerate(fits)
+        if i not in taken
     ]
     return Plan(
         slots,
         attempt.accelerator,
         tuple(
-            (fit.member.name, _because(fit, slot, shared))
-            for fit, slot in zip(chosen, slots, strict=True)
+            (fit.member.name, _because(fit, slot, shared, wire))
+            for fit, slot, wire in zip(chosen, slots, ("", *said), strict=True)
         ),
         tuple(attempt.refused + spare),
         tuple(
@@ -449,27 +468,38 @@ def _choose(attempt: _Attempt, request: Request, *, passed_over: Sequence[_Attem
             for better in passed_over
             if better.ever
         )
-        + _warnings(chosen, slots),
+        + _warnings(chosen, slots)
+        + _crossings(chosen, said),
     )
 
 
-def _pool(fits: Sequence[_Fit], nodes: int, auto: bool) -> tuple[list[_Fit], str]:
+def _pool(fits: Sequence[_Fit], nodes: int, wires: Wires) -> tuple[list[int], str]:
     """Take the best `nodes` of the most uniform pool that is large enough."""
-    keys: tuple[tuple[str, Callable[[_Fit], object]], ...] = (
-        ("same zone and hardware", lambda fit: (fit.member.zone, fit.hardware)),
-        ("same zone", lambda fit: fit.member.zone),
-        ("same hardware", lambda fit: fit.hardware),
-    )
-    for shared, key in keys:
-        pools: dict[object, list[_Fit]] = defaultdict(list)
-        for fit in fits:
-            if len(pools[key(fit)]) < nodes:
-                pools[key(fit)].append(fit)
-        full = [pool for pool in pools.values() if len(pool) == nodes]
-        if full:
-            best = min(full, key=lambda pool: [fit.order(auto) for fit in pool])
-            return best, shared if nodes > 1 else ""
-    return list(fits[:nodes]), ""
+    for same_zone, same_hardware in ((True, True), (True, False), (False, True), (False, False)):
+        pools: dict[object, list[int]] = defaultdict(list)
+        for i, fit in enumerate(fits):
+            zone = fit.member.zone if same_zone else None
+            pools[zone, fit.hardware if same_hardware else None].append(i)
+        full = [pool for pool in pools.values() if len(pool) >= nodes]
+        if not full:
+            continue
+        if same_zone:
+            wired = [wires.closest(pool, nodes) for pool in full]
+            near, _ = min(wired, key=lambda one: (one[1], one[0][:nodes]))
+            best = near[:nodes]
+        else:
+            best = min(_filled(fits, pool, nodes, wires) for pool in full)
+        zone = fits[best[0]].member.zone if same_zone else ""
+        what = [f"zone {zone}".strip()] * same_zone + ["hardware"] * same_hardware
+        return best, "same " + " and ".join(what) if what and nodes > 1 else ""
+    raise AssertionError("fewer nodes fit than are asked for")
+
+
+def _filled(fits: Sequence[_Fit], pool: Sequence[int], nodes: int, wires: Wires) -> list[int]:
+    zones: dict[str, list[int]] = defaultdict(list)
+    for i in pool:
+        zones[fits[i].member.zone].append(i)
+    return wires.fill(zones, nodes)
 
 
 def _slot(fit: _Fit) -> Slot:
@@ -477,7 +507,7 @@ def _slot(fit: _Fit) -> Slot:
     return Slot(fit.member.node, fit.member.name, fit.processes, devices)
 
 
-def _because(fit: _Fit, slot: Slot, shared: str) -> str:
+def _because(fit: _Fit, slot: Slot, shared: str, wire: str) -> str:
     if slot.devices:
         used = [device for device in fit.devices if device.index in slot.devices]
         names = ", ".join(sorted({device.name for device in used}))
@@ -486,10 +516,40 @@ def _because(fit: _Fit, slot: Slot, shared: str) -> str:
             what += f", {min(d.memory_free_mib or 0 for d in used) / 1024:.0f} GiB free"
     else:
         what = f"{fit.caps.cpus} CPUs, {fit.caps.memory_available_mib / 1024:.0f} GiB free"
-    parts = [what, shared]
-    if 0 < fit.rtt_ms < float("inf"):
-        parts.append(f"{fit.rtt_ms:.1f} ms away")
-    return ", ".join(part for part in parts if part)
+    if not wire and 0 < fit.rtt_ms < inf:
+        wire = f"{fit.rtt_ms:.1f} ms away"
+    return ", ".join(part for part in (what, shared, wire) if part)
+
+
+def _wire(wires: Wires, a: int, b: int, fits: Sequence[_Fit]) -> str:
+    """Say how a node is wired to the one before it."""
+    link = wires.best(b, (a,))
+    return "" if link is None else f"{pace(link)} to {fits[a].member.name}"
+
+
+def pace(link: Link) -> str:
+    """Return a link's bandwidth: "940 Mbit/s", "9.4 Mbit/s"."""
+    mbit = (link.bytes_s or 0) * 8 / 1e6
+    return f"{mbit:.0f} Mbit/s" if mbit >= 9.95 else f"{mbit:.1f} Mbit/s"
+
+
+def _apart(fit: _Fit, zones: Collection[str], link: Link | None) -> str:
+    """Say what speaks against a node that was not chosen."""
+    zone = fit.member.zone
+    place = f"; in zone {zone}" if zone and zone not in zones else ""
+    return place + ("" if link is None else f", at best {pace(link)} to them")
+
+
+def _crossings(chosen: Sequence[_Fit], said: Sequence[str]) -> tuple[str, ...]:
+    """Warn of ranks in several zones, and say what is known of the links between these."""
+    zones = [fit.member.zone for fit in chosen]
+    if len(set(zones)) == 1:
+        return ()
+    crossing = [wire for wire, (a, b) in zip(said, pairwise(zones), strict=True) if a != b and wire]
+    speeds = ", ".join(wire.partition(" to ")[0] for wire in crossing[:3])
+    return (
+        f"ranks are in {len(set(zones))} zones" + (f": {speeds} between them" if speeds else ""),
+    )
 
 
 def _warnings(chosen: Sequence[_Fit], slots: Sequence[Slot]) -> tuple[str, ...]:
