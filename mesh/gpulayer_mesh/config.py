@@ -151,7 +151,11 @@ def agent_config(argv: Sequence[str], environ: Mapping[str, str]) -> AgentConfig
 
 
 def remember(config: AgentConfig) -> None:
-    """Write what later starts should repeat."""
+    """Write what later starts should repeat.
+
+    Raises:
+        OSError: the disk refuses.
+    """
     values: dict[str, object] = {"name": config.name}
     for key in ("zone", "peers", "bind"):
         if value := getattr(config, key):
@@ -160,7 +164,9 @@ def remember(config: AgentConfig) -> None:
         values["port"] = config.port
     if config.python != sys.executable:
         values["python"] = config.python
-    replace_file(config.home / "config.json", f"{json.dumps(values, indent=1)}\n".encode())
+    if values != _load(config.home):
+        data = f"{json.dumps(values, indent=1)}\n".encode()
+        replace_file(config.home / "config.json", data, durable=True)
 
 
 def _load(home: Path) -> dict[str, object]:

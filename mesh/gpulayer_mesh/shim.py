@@ -314,6 +314,9 @@ class Shim:
             deadline = time.monotonic() + _STATUS_RETRY_S
             while not self._flush_status() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
+            fcntl.flock(self._status.fd, fcntl.LOCK_UN)  # nobody waits for the disk
+            with contextlib.suppress(OSError):
+                os.fsync(self._status.fd)
 
     def _turn(self) -> None:
         if self._pause_s:

@@ -858,7 +858,7 @@ def _working_in(folder: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("why", ["submitter removed", "spec damaged", "record damaged"])
+@pytest.mark.parametrize("why", ["submitter removed", "spec damaged"])
 async def test_ranks_that_nobody_could_stop_are_ended_by_a_new_agent(mesh: Mesh, why: str) -> None:
     (box,) = await running(mesh, mesh.spec(code=WAITS))
     folder = box.work.parent
@@ -874,6 +874,24 @@ async def test_ranks_that_nobody_could_stop_are_ended_by_a_new_agent(mesh: Mesh,
     assert box.host.jobs == {}
     await eventually(lambda: not box.shims.alive(folder))
     assert not any(pid is not None and psutil.pid_exists(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("damage", [b"", b"x", None])
+async def test_running_job_goes_on_though_its_record_was_lost(
+    mesh: Mesh, damage: bytes | None
+) -> None:
+    first, second = await running(mesh, mesh.spec("box-0", "box-1", code=WAITS))
+    record = first.work.parent / "record"
+    await first.crash()
+    if damage is None:
+        record.unlink()
+    else:
+        record.write_bytes(damage)
+    (first,) = await mesh.start("box-0")
+    assert first.state() is JobState.RUNNING
+    for box in (first, second):
+        (box.work / "finish").touch()
+    await eventually(lambda: first.state() is second.state() is JobState.SUCCEEDED)
 
 
 async def test_old_job_goes_where_the_disk_is_full_and_a_fresh_one_stays(

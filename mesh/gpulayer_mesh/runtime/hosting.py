@@ -75,6 +75,7 @@ TAIL_LINES = hosted.TAIL_LINES
 
 BEFORE_START = frozenset({HostPhase.RESERVED, HostPhase.STAGING, HostPhase.STAGED})
 _GONE = ".gone-"  # in front of the names of folders that are being removed
+SYNC_S = 3.0  # a disk that is busy with checkpoints may take longer, and the job goes on meanwhile
 SAVE_AGAIN_S = 60.0  # between tries to save a record on a full disk
 PROBE_S = 4.0  # for a node's agent to listen, and again for a connection to be answered
 ASK_S = 5.0  # between questions of a part that is over to the keeper
@@ -365,6 +366,14 @@ class JobHost:
             self._free_from_next(one.spec)
         one.record, one.recorded = record, time.monotonic()
         one.folder.save_record(record)
+        if record.state in OVER:
+            self._background.spawn(self.sync(one))
+
+    async def sync(self, one: LiveJob) -> None:
+        """Wait until a power cut cannot undo what is known of a job, but for no long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SYNC_S):
+                await asyncio.to_thread(one.folder.sync)
 
     def cancelled(self, one: LiveJob, cause: str) -> None:
         """A job of which no keeper will ever say how it ended."""
@@ -712,6 +721,8 @@ class JobHost:
                 # watch or stop these ranks any more.
                 log.warning("job folder %s is unusable, ending its ranks: %s", path.name, e)
                 self.site.shims.kill(path)
+                if not (path / "status").exists():  # none ever ran
+                    self._remove(path)
         self._prune()
 
     def _adopt_tickets(self) -> None:
@@ -734,12 +745,17 @@ class JobHost:
         spec = attempt.spec
         index = slot_of(spec, self.site.node)
         manifest = folder.manifest(spec)
-        if manifest is None and folder.record() is None:  # as in `_drop_reservation`
+        known, keeper = folder.record(), spec.slots[0].node
+        if manifest is None and known is None:  # as in `_drop_reservation`
             self._remove(folder.path)
             return
-        record = folder.record() or JobRecord(spec, JobState.PLACING, spec.slots[0].node)
         # A shim that ended meanwhile is taken over as well: its events tell how.
-        adopted = record.state not in OVER and self.site.shims.adopt(folder.path)
+        over = known is not None and known.state in OVER
+        adopted = not over and self.site.shims.adopt(folder.path)
+        # A full disk, or a power cut, may have cost the keeper's own word.
+        went = adopted and keeper == self.site.node
+        state = JobState.RUNNING if went else JobState.PLACING
+        record = known or JobRecord(spec, state, keeper)
         if spec.restart and record.state is JobState.PLACING and not adopted:
             self._remove(folder.path)  # as in `_came_to_nothing`
             return
@@ -763,7 +779,7 @@ class JobHost:
             self.site.reservations.adopt(grant)
             self.site.care.adopt(folder.before())
             self._background.spawn(self._watch_shim(one))
-            if one.may_be_restarted:
+            if one.may_be_restarted and manifest is not None:
                 self._restarting.part_began(one)
         if record.state in OVER:
             return

@@ -312,12 +312,16 @@ class JobDoor:
             if one.machine.phase is not HostPhase.STAGED:
                 raise RemoteProtocolError(f"job {one.spec.id} is {one.machine.phase}, not staged")
             self._host.become_keeper(one, order)
+            await self._host.sync(one)
         return one.current_record()
 
     async def start(self, request: DoorRequest) -> HostReport:
         one = self._kept(request)
         order = wire.decode_as(GoOrder, wire.unpack(request.body, max_bytes=wire.SPEC_MAX))
+        waited = one.machine.phase is HostPhase.STAGED
         self._host.on_host(one, hosted.Start(order))
+        if waited:
+            await self._host.sync(one)
         return one.report()
 
     async def lease(self, request: DoorRequest) -> HostReport:

@@ -39,7 +39,7 @@ from gpulayer_mesh.core.rankenv import first_rank
 from gpulayer_mesh.core.roster import RosterBook
 from gpulayer_mesh.core.types import NodeId, Role
 from gpulayer_mesh.errors import GpuLayerError, NotAllowedError, RemoteProtocolError
-from gpulayer_mesh.files import replace_file
+from gpulayer_mesh.files import replace_file, sync
 
 log = logging.getLogger("gpulayer.jobs")
 
@@ -64,7 +64,7 @@ class JobFolder:
         try:
             path.mkdir(parents=True, mode=0o700)
             try:
-                (path / "spec").write_bytes(signed)
+                replace_file(path / "spec", signed)
             except OSError:
                 shutil.rmtree(path, ignore_errors=True)  # half a spec is in the next try's way
                 raise
@@ -81,12 +81,15 @@ class JobFolder:
         return (self.path / "spec").read_bytes()
 
     def record(self) -> JobRecord | None:
-        """Return what was last saved, None if nothing was."""
+        """Return what was last saved, None if nothing was, or a power cut has spoiled it."""
         try:
             data = (self.path / "record").read_bytes()
+            return wire.decode_as(JobRecord, wire.unpack(data, max_bytes=wire.BODY_MAX))
         except FileNotFoundError:
             return None
-        return wire.decode_as(JobRecord, wire.unpack(data, max_bytes=wire.BODY_MAX))
+        except RemoteProtocolError as e:
+            log.warning("job %s: the record is damaged: %s", self.path.name, e)
+            return None
 
     def record_age_s(self) -> float:
         """How long ago the record was saved, by the wall clock: for display only."""
@@ -107,6 +110,16 @@ class JobFolder:
         except OSError as e:
             self.unsaved = True
             log.warning("job %s: the record cannot be written: %s", self.path.name, e)
+
+    def sync(self) -> None:
+        """Have what is known of the job outlive a power cut, as far as the disk can; waits for it.
+
+        Others must not be kept waiting: whoever writes does not wait, and calls this now and then.
+        """
+        papers = (self.path / name for name in ("spec", "manifest", "record"))
+        for path in (*papers, self.path, self.path.parent):
+            with contextlib.suppress(OSError):
+                sync(path)
 
     @property
     def secretive(self) -> bool:
@@ -137,12 +150,15 @@ class JobFolder:
         return (self.path / "manifest").read_bytes()
 
     def manifest(self, spec: JobSpec) -> Manifest | None:
-        """Return what was shipped, None if that never arrived."""
+        """Return what was shipped, None if that never arrived, or a power cut has spoiled it."""
         try:
             data = (self.path / "manifest").read_bytes()
+            return open_manifest(data, sha256=spec.manifest)
         except FileNotFoundError:
             return None
-        return open_manifest(data, sha256=spec.manifest)
+        except RemoteProtocolError as e:
+            log.warning("job %s: the manifest is damaged: %s", self.path.name, e)
+            return None
 
     def save_manifest(self, packed: bytes) -> None:
         """Keep what is going to be shipped.
