@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 from gpulayer_mesh.core.types import (
     Accelerator,
     Capabilities,
     Device,
+    Link,
     MemberSnapshot,
     NodeState,
     Role,
@@ -15,6 +19,7 @@ from gpulayer_mesh.core.types import (
 from job_cases import node
 
 CPU, CUDA = Accelerator.CPU, Accelerator.CUDA
+MBIT = 125_000  # bytes per second
 
 
 def caps(
@@ -74,3 +79,20 @@ def member(name: str, have: Capabilities | None = None, **fields: object) -> Mem
 
 def mesh(*members: MemberSnapshot) -> Snapshot:
     return Snapshot("a" * 64, "", 1, members)
+
+
+def large_mesh(seed: int) -> Snapshot:
+    """A thousand nodes in seven zones, with as many pairs as their reports of 32 links make."""
+    rng = random.Random(seed)
+    members = [
+        member(f"n{i:04}", caps(8), zone=f"z{i % 7}", node=node(i), rtt_ms=i % 13)
+        for i in range(1000)
+    ]
+    pairs = {
+        tuple(sorted((i, j))) for i in range(1000) for j in rng.sample(range(1000), 20) if i != j
+    }
+    links = tuple(
+        Link(i, j, 900, round((940 if i % 7 == j % 7 else 94) * MBIT / (1 + rng.random())))
+        for i, j in sorted(pairs)
+    )
+    return replace(mesh(*members), links=links)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -25,7 +24,7 @@ from gpulayer_mesh.errors import ConfigError, PlacementBusyError, PlacementError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from job_cases import node
-from mesh_cases import caps, member, mesh
+from mesh_cases import MBIT, caps, large_mesh, member, mesh
 
 CPU, CUDA, ROCM, MPS = Accelerator.CPU, Accelerator.CUDA, Accelerator.ROCM, Accelerator.MPS
 
@@ -332,9 +331,6 @@ def test_rocm_is_chosen_where_cuda_is_missing() -> None:
     assert (found.accelerator, found.world_size) == (ROCM, 2)
 
 
-MBIT = 125_000  # bytes per second
-
-
 def wired(*members: MemberSnapshot, slow: tuple[str, ...] = (), mbit: int = 940) -> Snapshot:
     """A mesh in which all links are `mbit` fast, but a tenth of that from those named to others."""
     links = tuple(
@@ -422,23 +418,6 @@ def test_inferred_zone_is_a_target_and_named_where_none_fits() -> None:
     assert names(plan(Request(target="zone:~b"), mesh(*members))) == ["b"]
     error = never(Request(target="zone:attic"), mesh(*members))
     assert error.hint == "the mesh has a, b; zones ~a, ~b"
-
-
-def large_mesh(seed: int) -> Snapshot:
-    """A thousand nodes in seven zones, with as many pairs as their reports of 32 links make."""
-    rng = random.Random(seed)
-    members = [
-        member(f"n{i:04}", caps(8), zone=f"z{i % 7}", node=node(i), rtt_ms=i % 13)
-        for i in range(1000)
-    ]
-    pairs = {
-        tuple(sorted((i, j))) for i in range(1000) for j in rng.sample(range(1000), 20) if i != j
-    }
-    links = tuple(
-        Link(i, j, 900, round((940 if i % 7 == j % 7 else 94) * MBIT / (1 + rng.random())))
-        for i, j in sorted(pairs)
-    )
-    return replace(mesh(*members), links=links)
 
 
 def test_a_thousand_nodes_are_planned_in_one_zone_or_with_few_crossings(seed: int) -> None:

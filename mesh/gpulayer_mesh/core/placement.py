@@ -475,11 +475,11 @@ def _choose(
 
 def _pool(fits: Sequence[_Fit], nodes: int, wires: Wires) -> tuple[list[int], str]:
     """Take the best `nodes` of the most uniform pool that is large enough."""
+    alike = [(fit.member.zone, fit.hardware) for fit in fits]
     for same_zone, same_hardware in ((True, True), (True, False), (False, True), (False, False)):
         pools: dict[object, list[int]] = defaultdict(list)
-        for i, fit in enumerate(fits):
-            zone = fit.member.zone if same_zone else None
-            pools[zone, fit.hardware if same_hardware else None].append(i)
+        for i, (zone, hardware) in enumerate(alike):
+            pools[zone if same_zone else None, hardware if same_hardware else None].append(i)
         full = [pool for pool in pools.values() if len(pool) >= nodes]
         if not full:
             continue
@@ -523,7 +523,7 @@ def _because(fit: _Fit, slot: Slot, shared: str, wire: str) -> str:
 
 def _wire(wires: Wires, a: int, b: int, fits: Sequence[_Fit]) -> str:
     """Say how a node is wired to the one before it."""
-    link = wires.best(b, (a,))
+    link = wires.between(a, b)
     return "" if link is None else f"{pace(link)} to {fits[a].member.name}"
 
 

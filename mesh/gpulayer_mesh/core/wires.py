@@ -27,14 +27,7 @@ UNKNOWN = 1000  # a level worse than any
 # compare by level, then by liking, and 20,000 of them are nothing to the garbage collector.
 _BITS = 20
 _MASK = (1 << _BITS) - 1
-
-
-def _level(wire: int) -> int:
-    return wire >> 2 * _BITS
-
-
-def _other_end(wire: int) -> int:
-    return wire >> _BITS & _MASK
+_LEVEL = 2 * _BITS  # wire >> _LEVEL
 
 
 class Wires:
@@ -61,6 +54,10 @@ class Wires:
         wire = self._best(node, others)
         return None if wire is None else self._links[wire & _MASK]
 
+    def between(self, a: int, b: int) -> Link | None:
+        wire = self._wires[a].get(b)
+        return None if wire is None else self._links[wire & _MASK]
+
     def closest(self, nodes: Sequence[int], count: int) -> tuple[list[int], int]:
         """Return those of the nodes to choose `count` from, and the level that holds them together.
 
@@ -73,7 +70,7 @@ class Wires:
         for a in nodes:
             for b, wire in self._wires[a].items():
                 if a < b and b in inside:
-                    edges[_level(wire)] += (a, b)
+                    edges[wire >> _LEVEL] += (a, b)
         groups = Groups(len(self._wires))
         limit, member = UNKNOWN, -1
         for level in sorted(edges):
@@ -119,7 +116,7 @@ class Wires:
                 return order
             here: Collection[int] = left[zone[last]] or among
             wire = self._best(last, here)
-            last = min(here) if wire is None else _other_end(wire)
+            last = min(here) if wire is None else wire >> _BITS & _MASK
 
     def _best(self, node: int, others: Collection[int]) -> int | None:
         found = [wire for other, wire in self._wires[node].items() if other in others]
@@ -129,11 +126,11 @@ class Wires:
         """Return the level of the best link between two sets of nodes."""
         far = set(others)
         found = [wire for node in some if (wire := self._best(node, far)) is not None]
-        return _level(min(found)) if found else UNKNOWN
+        return min(found) >> _LEVEL if found else UNKNOWN
 
     def _reached(self, node: int, others: Collection[int]) -> tuple[int, int]:
         """Return how badly others reach a node: the worst of them, then all."""
-        levels = [_level(wire) for other, wire in self._wires[node].items() if other in others]
-        if not levels:
+        found = [wire for other, wire in self._wires[node].items() if other in others]
+        if not found:
             return UNKNOWN, UNKNOWN
-        return max(levels), round(sum(levels) / len(levels))
+        return max(found) >> _LEVEL, sum(found) // len(found) >> _LEVEL
