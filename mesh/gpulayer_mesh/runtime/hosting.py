@@ -250,7 +250,7 @@ class JobHost:
             with contextlib.suppress(PlacementBusyError):  # too many wait
                 self.take_ticket(restarts.place_of_next(one.spec))
 
-    def _free_from_next(self, spec: JobSpec) -> None:
+    def free_from_next(self, spec: JobSpec) -> None:
         """No attempt follows this one."""
         ticket = restarts.place_of_next(spec)
         if self.tickets.find(time.monotonic(), ticket.job) is not None:
@@ -363,7 +363,7 @@ class JobHost:
         if one.record.state in OVER and record.state not in OVER:
             return
         if record.state in OVER and not record.successor:
-            self._free_from_next(one.spec)
+            self.free_from_next(one.spec)
         one.record, one.recorded = record, time.monotonic()
         one.folder.save_record(record)
         if record.state in OVER:

@@ -476,6 +476,7 @@ class Restarts:
         self._unwatch(spec.id)
         if order.forget:
             self.agreements.close(spec)
+            self._host.free_from_next(spec)
             self._forget_copies(spec)
 
     def _forget_copies(self, last: JobSpec) -> None:
