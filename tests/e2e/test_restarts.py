@@ -252,7 +252,7 @@ def test_job_that_waits_for_a_machine_to_start_again_can_be_stopped(whole: LanMe
 
 
 def test_job_without_a_replacement_fails_once_it_has_waited_enough(whole: LanMesh) -> None:
-    run, _ = start(whole, "few", "--nodes", "3", "--restarts", "1", "--no-wait")
+    run, _ = start(whole, "few", "--nodes", "3", "--restarts", "1", "--wait", "15s")
     lost = host_of(whole, run, 2)
     run.expect(r"^\[0\|\S+\] counted to 40", 60)
     power_off(lost)
