@@ -212,15 +212,10 @@ def test_unknown_job_is_one_line(gpulayer: Callable[..., Done]) -> None:
     assert done.err.splitlines()[0] == "gpulayer: error: no job 'zzzz'"
 
 
-def test_ctrl_c_in_a_viewer_leaves_the_job_running(
-    gpulayer: Callable[..., Done], mesh: LocalMesh
-) -> None:
-    command = ["run", "--detach", "--", "sh", "-c", "echo started; exec sleep 600"]
-    match = re.search(r"gpulayer attach (\w+)", gpulayer(*command).err)
-    assert match is not None
-    job = match[1]
+def viewing(mesh: LocalMesh, *arguments: str) -> subprocess.Popen[str]:
+    """Start a command that follows a job; returns once it has shown the job's first line."""
     viewer = subprocess.Popen(
-        [sys.executable, "-m", "gpulayer.cli", "attach", job],
+        [sys.executable, "-m", "gpulayer.cli", *arguments],
         env=os.environ | {"GPULAYER_HOME": str(mesh.home)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -228,6 +223,17 @@ def test_ctrl_c_in_a_viewer_leaves_the_job_running(
     )
     assert viewer.stdout is not None
     assert viewer.stdout.readline() == "started\n"
+    return viewer
+
+
+def test_ctrl_c_in_a_viewer_leaves_the_job_running(
+    gpulayer: Callable[..., Done], mesh: LocalMesh
+) -> None:
+    command = ["run", "--detach", "--", "sh", "-c", "echo started; exec sleep 600"]
+    match = re.search(r"gpulayer attach (\w+)", gpulayer(*command).err)
+    assert match is not None
+    job = match[1]
+    viewer = viewing(mesh, "attach", job)
     viewer.send_signal(signal.SIGINT)
     _, err = viewer.communicate(timeout=DEADLINE_S)
     assert viewer.returncode == 130
@@ -251,15 +257,7 @@ def test_on_exit_says_what_ctrl_c_does(
         match = re.search(r"gpulayer attach (\w+)", gpulayer("run", "--detach", *program).err)
         assert match is not None
         arguments = ["attach", "--on-exit", "stop", match[1]]
-    viewer = subprocess.Popen(
-        [sys.executable, "-m", "gpulayer.cli", *arguments],
-        env=os.environ | {"GPULAYER_HOME": str(mesh.home)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert viewer.stdout is not None
-    assert viewer.stdout.readline() == "started\n"
+    viewer = viewing(mesh, *arguments)
     viewer.send_signal(signal.SIGINT)
     _, err = viewer.communicate(timeout=DEADLINE_S)
     assert viewer.returncode == 130

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -23,14 +21,6 @@ from shim_jobs import eventually
 pytestmark = pytest.mark.network  # FreePorts binds
 
 NEXT = "1" * 10
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
-    made = Mesh(tmp_path)
-    yield made
-    for box in list(made.boxes.values()):
-        await box.close()
 
 
 @pytest.fixture(autouse=True)

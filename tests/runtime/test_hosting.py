@@ -13,7 +13,7 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,14 +50,6 @@ from gpulayer_mesh.runtime.door import Stream
 from shim_jobs import eventually
 
 pytestmark = pytest.mark.network  # FreePorts binds
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
-    made = Mesh(tmp_path)
-    yield made
-    for box in list(made.boxes.values()):
-        await box.close()
 
 
 # --- reserve -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -87,14 +87,6 @@ class Trace:
                 yield paper, without(paper, None)
                 for length in sorted({0, size // 3, size - 1} - {-1, size}):
                     yield f"{paper} from byte {length}", without(paper, length)
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
-    made = Mesh(tmp_path)
-    yield made
-    for box in list(made.boxes.values()):
-        await box.close()
 
 
 async def recorded(

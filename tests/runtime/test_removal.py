@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +29,19 @@ def agent(home: Path) -> Agent:
     return Agent(AgentConfig(home=home, name=home.name, bind=(HOST,), port=24433))
 
 
+@asynccontextmanager
+async def running_agent(home: Path) -> AsyncIterator[Agent]:
+    """An agent, from when its door is open."""
+    stop, one = asyncio.Event(), agent(home)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(one.run(stop))
+        async with asyncio.timeout(WAIT_S):
+            while not (home / "agent.json").exists():  # noqa: ASYNC110  a file, no event
+                await asyncio.sleep(0.02)
+        yield one
+        stop.set()
+
+
 async def test_member_is_out_at_once_though_the_disk_refuses_the_roster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,27 +57,20 @@ async def test_member_is_out_at_once_though_the_disk_refuses_the_roster(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    stop = asyncio.Event()
-    founder = agent(laptop.home)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(founder.run(stop))
-        async with asyncio.timeout(WAIT_S):
-            while not (laptop.home / "agent.json").exists():  # noqa: ASYNC110  a file, no event
-                await asyncio.sleep(0.02)
-            assert box.node in founder.book
-            monkeypatch.setattr(running, "SAVE_AGAIN_S", 0.05)
-            with monkeypatch.context() as patched:
-                patched.setattr(identities, "save_roster", full)
-                founder._offer_roster(without)
-            assert box.node not in founder.book
-            assert box.node not in founder.peers._known
-            while True:
-                mesh = identities.load_mesh(laptop)
-                assert mesh is not None
-                if box.node not in mesh.book:
-                    break
-                await asyncio.sleep(0.02)
-        stop.set()
+    async with running_agent(laptop.home) as founder, asyncio.timeout(WAIT_S):
+        assert box.node in founder.book
+        monkeypatch.setattr(running, "SAVE_AGAIN_S", 0.05)
+        with monkeypatch.context() as patched:
+            patched.setattr(identities, "save_roster", full)
+            founder._offer_roster(without)
+        assert box.node not in founder.book
+        assert box.node not in founder.peers._known
+        while True:
+            mesh = identities.load_mesh(laptop)
+            assert mesh is not None
+            if box.node not in mesh.book:
+                break
+            await asyncio.sleep(0.02)
 
 
 async def test_agent_and_commands_of_a_removed_machine_hear_of_it_and_end(tmp_path: Path) -> None:
@@ -74,13 +82,7 @@ async def test_agent_and_commands_of_a_removed_machine_hear_of_it_and_end(tmp_pa
     identities.save_membership(box, identities.admit(laptop, request, (Role.WORKER,), {}))
     identities.remove_member(laptop, box.node)
 
-    stop = asyncio.Event()
-    founder = agent(laptop.home)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(founder.run(stop))
-        async with asyncio.timeout(WAIT_S):
-            while not (laptop.home / "agent.json").exists():  # noqa: ASYNC110  a file, no event
-                await asyncio.sleep(0.02)
+    async with running_agent(laptop.home) as founder, asyncio.timeout(WAIT_S):
         identities.save_peers(box.home, {laptop.node: (Address(HOST, founder.port),)})
         # Each command and the agent hears it by itself, from a state that knows nothing of it.
         viewer = tmp_path / "viewer"
@@ -90,11 +92,9 @@ async def test_agent_and_commands_of_a_removed_machine_hear_of_it_and_end(tmp_pa
                 await MeshClient.connect(viewer)
             assert caught.value.exit_code is ExitCode.NOT_ALLOWED
             assert "gpulayer mesh join LINE" in (caught.value.hint or "")
-        async with asyncio.timeout(WAIT_S):
-            with pytest.raises(RemovedError):
-                await agent(box.home).run(asyncio.Event())
+        with pytest.raises(RemovedError):
+            await agent(box.home).run(asyncio.Event())
         assert founder.door.handled == 0
-        stop.set()
     for home in (viewer, box.home):
         mesh = identities.load_mesh(identities.load_or_create(home))
         assert mesh is not None

@@ -9,7 +9,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,14 +67,6 @@ file.parent.mkdir()
 file.write_bytes(values.pack([[], {}], "the call"))
 called.main(["called", "json:absent"])
 """
-
-
-@pytest.fixture
-async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
-    made = Mesh(tmp_path)
-    yield made
-    for box in list(made.boxes.values()):
-        await box.close()
 
 
 def first(mesh: Mesh, *names: str, voters: tuple[str, ...] = (), **fields: object) -> Signed:
