@@ -35,7 +35,8 @@ READS_CLOCK = {"datetime.now", "datetime.utcnow", "datetime.today", "date.today"
 # These put the others together and may import those after them; all other modules of runtime/
 # stand alone.
 WIRING = ["agent", "startup", "jobdoor", "servicedoor", "restarts", "ground", "hosting"]
-WIRING += ["agreements", "succession", "copies", "restoring", "staging", "gossip", "links", "peers"]
+WIRING += ["partwatch", "agreements", "succession", "copies", "restoring", "staging", "gossip"]
+WIRING += ["links", "peers"]
 ENVIRONMENT_READERS = {"gpulayer.env", "gpulayer_mesh.config"}
 # Runs in a rank's own process, and takes away there what brought it.
 ENVIRONMENT_READERS |= {"gpulayer_mesh.rank_hook.sitecustomize"}

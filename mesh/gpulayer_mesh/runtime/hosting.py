@@ -25,7 +25,6 @@ from msgspec import Meta
 from gpulayer_mesh.core import hosted, job, restarts, retention, wire
 from gpulayer_mesh.core.devicecare import unfit
 from gpulayer_mesh.core.failure import ended_well
-from gpulayer_mesh.core.hangs import Ip, plain_ip
 from gpulayer_mesh.core.jobspec import (
     OVER,
     Failure,
@@ -37,25 +36,21 @@ from gpulayer_mesh.core.jobspec import (
     JobSpec,
     JobState,
     RankState,
-    Slot,
 )
 from gpulayer_mesh.core.lease import Reservations
 from gpulayer_mesh.core.ownfiles import FUNCTION_HOPELESS, FUNCTION_RESULT
 from gpulayer_mesh.core.rankenv import HostContext, rank_argv, rank_environment, world_size
 from gpulayer_mesh.core.roster import RosterBook
 from gpulayer_mesh.core.tickets import RESTART, Standing, Ticket, Tickets
-from gpulayer_mesh.core.types import Addresses, Device, Grant, NodeId, Port, Role
+from gpulayer_mesh.core.types import Addresses, Device, Grant, NodeId, Role
 from gpulayer_mesh.errors import (
     GpuLayerError,
     PlacementBusyError,
     Refusal,
     RemoteProtocolError,
-    TransportError,
 )
 from gpulayer_mesh.files import replace_file
-from gpulayer_mesh.runtime import hangs, preflight
 from gpulayer_mesh.runtime.background import Background
-from gpulayer_mesh.runtime.gpus import job_of_process
 from gpulayer_mesh.runtime.livejob import (
     JobFolder,
     LiveJob,
@@ -64,6 +59,7 @@ from gpulayer_mesh.runtime.livejob import (
     open_signed,
     slot_of,
 )
+from gpulayer_mesh.runtime.partwatch import PartWatch
 from gpulayer_mesh.runtime.peers import PeerCall
 from gpulayer_mesh.runtime.shims import RankCommand, ShimConfig, ShimRunner
 from gpulayer_mesh.runtime.store import ChunkStore
@@ -77,7 +73,6 @@ BEFORE_START = frozenset({HostPhase.RESERVED, HostPhase.STAGING, HostPhase.STAGE
 _GONE = ".gone-"  # in front of the names of folders that are being removed
 SYNC_S = 3.0  # a disk that is busy with checkpoints may take longer, and the job goes on meanwhile
 SAVE_AGAIN_S = 60.0  # between tries to save a record on a full disk
-PROBE_S = 4.0  # for a node's agent to listen, and again for a connection to be answered
 ASK_S = 5.0  # between questions of a part that is over to the keeper
 
 
@@ -88,13 +83,6 @@ class HaltOrder:
     grace_s: Annotated[float, Meta(ge=0, le=86400)]
     kill: bool
     heard: float  # as `hosted.Renewed.proof`
-
-
-@dataclass(frozen=True, slots=True)
-class OpenedPath:
-    """An ephemeral port on which a node listens for a few seconds, so that another can dial it."""
-
-    port: Port
 
 
 class Care(Protocol):
@@ -625,44 +613,10 @@ class JobHost:
 
     async def _watch_for_hangs(self, one: LiveJob) -> None:
         """End the ranks of this node when they wait for what cannot come."""
-        others = [slot for slot in one.spec.slots if slot.node != self.site.node]
-        reason = await hangs.watch(
-            lambda: self._rank_pids(one),
-            lambda: self._by_ip(others),
-            lambda pid: job_of_process(pid) == one.spec.id,
-            lambda peer, ip: self._answers(one, peer, ip),
-        )
+        reason = await PartWatch(one, self.site.call, self.site.addresses).run()
         if reason and one.machine.phase is HostPhase.RUNNING:
             log.warning("job %s: %s", one.spec.id, reason)
             self.on_host(one, hosted.Stop(job.FAILURE_GRACE_S, reason=reason))
-
-    def _rank_pids(self, one: LiveJob) -> dict[int, int] | None:
-        """Return the main processes of the ranks that run; None once the end has begun."""
-        if one.machine.phase is not HostPhase.RUNNING:
-            return None
-        running = (rank for rank in one.report().ranks if rank.state is RankState.RUNNING)
-        return {rank.rank: rank.pid for rank in running if rank.pid}
-
-    def _by_ip(self, slots: Iterable[Slot]) -> dict[Ip, Slot]:
-        return {
-            plain_ip(address.host): slot
-            for slot in slots
-            for address in self.site.addresses(slot.node)
-        }
-
-    async def _answers(self, one: LiveJob, peer: Slot, ip: Ip) -> bool | None:
-        """Try whether new connections to another node of a job get through; None: who knows."""
-        path = f"/v1/jobs/{one.spec.id}/path"
-        try:
-            answer = await self.site.call(peer.node, "POST", path, deadline_s=PROBE_S)
-            opened = wire.decode_as(OpenedPath, wire.unpack(answer))
-        except TransportError:
-            return False  # not even its agent can be reached
-        except GpuLayerError:
-            return None
-        hosts = [address.host for address in self.site.addresses(peer.node)]
-        host = next((host for host in hosts if plain_ip(host) == ip), str(ip))
-        return await preflight.answers(host, opened.port, PROBE_S)
 
     def _shim_config(self, one: LiveJob, order: GoOrder) -> ShimConfig:
         spec = one.spec

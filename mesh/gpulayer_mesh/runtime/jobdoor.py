@@ -41,7 +41,7 @@ from gpulayer_mesh.errors import (
     TransportError,
 )
 from gpulayer_mesh.runtime.door import DoorRequest, Route, Stream
-from gpulayer_mesh.runtime.hosting import BEFORE_START, HaltOrder, JobHost, OpenedPath
+from gpulayer_mesh.runtime.hosting import BEFORE_START, HaltOrder, JobHost
 from gpulayer_mesh.runtime.livejob import (
     CHAIN_MAX,
     LiveJob,
@@ -50,6 +50,7 @@ from gpulayer_mesh.runtime.livejob import (
     open_signed,
     slot_of,
 )
+from gpulayer_mesh.runtime.partwatch import OpenedPath
 from gpulayer_mesh.runtime.preflight import FreePorts
 from gpulayer_mesh.runtime.restarts import Restarts, stop_by
 from gpulayer_mesh.runtime.restoring import Restoring
