@@ -11,6 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from gpulayer_mesh.client import MeshClient
+from gpulayer_mesh.core.jobspec import JobRecord
 from gpulayer_mesh.errors import ConfigError, ExitCode, GpuLayerError
 
 from gpulayer import env, services
@@ -44,12 +45,20 @@ def run(args: Namespace, ui: Ui) -> int:
                     f"a service {request.name!r} runs on {taken[0].node} already",
                     hint=f"gpulayer service stop {request.name}, or give another --name",
                 )
-            record = await start(request, ui)
+            started: list[JobRecord] = []
+
+            def began(record: JobRecord) -> None:
+                started.append(record)
+                where = record.spec.slots[0].name
+                ui.note(f"service {request.name} (job {record.spec.id}) starts on {where}")
+
             try:
+                record = await start(request, ui, began=began)
                 found = await services.wait_healthy(client, record)
             except asyncio.CancelledError:  # Ctrl-C
-                ui.note(f"service {request.name} (job {record.spec.id}) runs on")
-                ui.note(f"  end it:    gpulayer service stop {record.spec.id}")
+                for record in started:
+                    ui.note(f"service {request.name} (job {record.spec.id}) runs on")
+                    ui.note(f"  end it:    gpulayer service stop {record.spec.id}")
                 raise
             ui.note(
                 f"service {request.name} (job {record.spec.id}) answers on "

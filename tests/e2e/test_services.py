@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 
 import pytest
@@ -113,10 +114,10 @@ def test_service_that_is_not_waited_for_runs_on(mesh: LanMesh) -> None:
     (folder / "serve.py").write_text("import time\ntime.sleep(600)\n")
     start = [GPULAYER, "service", "run", "--name", "slow", "--", "python", "serve.py"]
     run = mesh.laptop.popen(start, cwd=folder)
-    until(lambda: len(mesh.ranks()) == 1, 60)
+    run.expect(r"service slow \(job \S+\) starts on box-", 60)
     run.interrupt()
     assert run.wait(20) == 130, run.output()
-    assert "service slow (job " in run.output()
+    assert re.search(r"service slow \(job \S+\) runs on", run.output())
     mesh.gpulayer("service", "stop", "slow", "--grace", "1")
 
 

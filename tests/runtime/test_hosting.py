@@ -540,7 +540,7 @@ async def test_stop_works_without_the_keeper(mesh: Mesh) -> None:
 async def test_part_that_is_over_fails_the_job_of_a_silent_keeper(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosting, "ASK_S", 0.05)
+    monkeypatch.setattr(hosting, "ASK_S", (0.05, 0.05))
     _, second = await running(mesh, mesh.spec("box-0", "box-1", code=WAITS))
     (second.work / "finish").touch()
     await eventually(lambda: second.phase() is HostPhase.ENDED)

@@ -421,7 +421,7 @@ async def test_function_that_can_never_return_is_not_called_again(mesh: Mesh) ->
 async def test_job_that_has_ended_is_not_restarted_by_who_was_cut_off_meanwhile(
     mesh: Mesh, quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(hosting, "ASK_S", 0.2)
+    monkeypatch.setattr(hosting, "ASK_S", (0.2, 0.2))
     finish = tmp_path / "finish"
     code = f"import os, time\nwhile not os.path.exists({str(finish)!r}): time.sleep(0.02)"
     spec = first(mesh, "box-0", "box-1", code=code, kind=JobKind.DISTRIBUTED).spec
@@ -579,7 +579,7 @@ async def together(mesh: Mesh, **fields: object) -> list[Box]:
 async def test_stop_before_the_keeper_is_known_to_be_lost_is_the_end(
     mesh: Mesh, quick: None, monkeypatch: pytest.MonkeyPatch, restarts: int
 ) -> None:
-    monkeypatch.setattr(hosting, "ASK_S", 0.2)
+    monkeypatch.setattr(hosting, "ASK_S", (0.2, 0.2))
     zero, one, two = await together(mesh, restarts=restarts)
     await zero.close()  # with its ranks
     record = await one.ask("laptop", "POST", "stop", STOP)
@@ -720,7 +720,7 @@ async def test_keeper_that_did_not_answer_a_stop_learns_of_it(mesh: Mesh) -> Non
 async def test_keeper_that_was_cut_off_from_a_stop_restarts_nothing(
     mesh: Mesh, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosting, "ASK_S", 0.2)
+    monkeypatch.setattr(hosting, "ASK_S", (0.2, 0.2))
     monkeypatch.setattr(job, "HOST_LOST_S", job.HOST_LOST_S / 10)
     zero, one, two = await together(mesh)
     zero.unreachable = {"box-1", "box-2"}

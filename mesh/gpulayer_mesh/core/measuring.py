@@ -94,8 +94,9 @@ class ProbeSchedule:
         self._probed.add(peer)
 
     def refused(self, now: float, peer: NodeId) -> None:
-        """The peer had no time for a probe."""
-        self._due[peer] = now + REFUSED_S
+        """The peer had no time for a probe, or did not answer."""
+        # Two that ask each other at the same moment refuse each other: not again, then.
+        self._due[peer] = now + REFUSED_S * self._rng.uniform(1.0, 1.5)
 
     def admit(self, now: float, peer: NodeId) -> bool:
         """Return whether to answer this peer's probe, and count it if so."""

@@ -73,7 +73,9 @@ BEFORE_START = frozenset({HostPhase.RESERVED, HostPhase.STAGING, HostPhase.STAGE
 _GONE = ".gone-"  # in front of the names of folders that are being removed
 SYNC_S = 3.0  # a disk that is busy with checkpoints may take longer, and the job goes on meanwhile
 SAVE_AGAIN_S = 60.0  # between tries to save a record on a full disk
-ASK_S = 5.0  # between questions of a part that is over to the keeper
+# Between questions of a part that is over to the keeper. The first ones come soon: while a job may
+# be restarted, a machine that was away and is back takes nothing else.
+ASK_S = (0.5, 5.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -478,11 +480,13 @@ class JobHost:
         One that stays silent or is no member is lost, whatever our own ranks came to.
         """
         path = f"/v1/jobs/{one.spec.id}"
+        pause_s = ASK_S[0]
         while one.record.state not in OVER:
             if one.keeper not in self.site.book:
                 self._keeper_lost(one, "it was removed from the mesh")
                 return
-            await asyncio.sleep(ASK_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2.0 * pause_s, ASK_S[1])
             try:
                 answer = await self.site.call(one.keeper, "GET", path, deadline_s=job.CALL_S)
                 record = wire.decode_as(JobRecord, wire.unpack(answer, max_bytes=wire.BODY_MAX))

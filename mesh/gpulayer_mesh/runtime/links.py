@@ -167,11 +167,9 @@ class Links:
         self._probing = peer
         try:
             bytes_s = await self._measure(peer)
-        except PlacementBusyError:
-            self._schedule.refused(time.monotonic(), peer)
         except GpuLayerError as e:
             log.debug("probe: %s", e)
-            self._schedule.measured(time.monotonic(), peer)  # it gets its turn again, as any other
+            self._schedule.refused(time.monotonic(), peer)
         else:
             now = time.monotonic()
             self._schedule.measured(now, peer)

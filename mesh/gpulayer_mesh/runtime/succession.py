@@ -493,7 +493,6 @@ async def stand_in(
     after_s += STAGGER_S * max(0, place - len(ran.spec.slots))
     begins = loop.time() + after_s
     until = begins + restarts.patience_s(ran.spec)
-    await asyncio.sleep(after_s - ASK_S)
 
     async def word(node: NodeId) -> JobRecord | None:
         try:
@@ -501,14 +500,16 @@ async def stand_in(
         except GpuLayerError:
             return None
 
-    while earlier and loop.time() < until:
+    pause_s = after_s - ASK_S
+    while earlier and loop.time() < until:  # at once, for we may have been away for long
         records = [one for one in await asyncio.gather(*map(word, earlier)) if one is not None]
         for record in records:
             if record.ended_age_s is not None and record.state is not JobState.RESTARTING:
                 return record.successor or record
-        if not records:
+        if not records and loop.time() >= begins - ASK_S:
             break
-        await asyncio.sleep(RETRY_S)
+        await asyncio.sleep(max(pause_s, RETRY_S))
+        pause_s = RETRY_S
     await asyncio.sleep(begins - loop.time())
     left = until - loop.time()
     if left <= 0:
