@@ -40,7 +40,7 @@ class LanMesh:
             self.start_agent(box, "--join", line)
         started = time.monotonic()
         assert invite.wait(60) == 0, invite.output()
-        until(lambda: all(self.listed(box.name) for box in self.boxes), 10)
+        until(self.listed, 10)
         self.wait_proven(20 * len(self.boxes))  # all prove at once, on the same few cores
         self.proven_s = time.monotonic() - started
         print(f"all listed, torch proven, {self.proven_s:.1f} s after the last start")
@@ -78,15 +78,27 @@ class LanMesh:
     def state(self, name: str) -> str | None:
         return self.status()[name]["state"]
 
-    def listed(self, name: str) -> bool:
-        """Return whether a box is alive with all its figures; torch takes an import to prove."""
-        row = self.status().get(name, {})
+    def listed(self, *names: str) -> bool:
+        """Return whether boxes are alive with all their figures; torch takes an import to prove.
+
+        Args:
+            names: all boxes, without any.
+        """
+        status = self.status()
+        rows = [status.get(name, {}) for name in names or [box.name for box in self.boxes]]
         figures = ("addresses", "roles", "cpus", "memory_total_mib", "python")
-        return row.get("state") == "alive" and all(row[key] for key in figures)
+        return all(row.get("state") == "alive" and all(row[key] for key in figures) for row in rows)
 
     def wait_proven(self, deadline_s: float = 60) -> None:
         """Wait until every box has proven its torch, which three at once take long for here."""
-        until(lambda: all(self.status()[box.name]["torch"] for box in self.boxes), deadline_s)
+
+        def proven() -> bool:
+            status = self.status()
+            return all(status[box.name]["torch"] for box in self.boxes)
+
+        until(
+            proven, deadline_s, every_s=1.0
+        )  # each look costs as much as a second of a torch import
 
     def ranks(self) -> list[int]:
         """Return the pids on all boxes that are neither agents nor their own children."""

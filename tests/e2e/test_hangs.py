@@ -46,7 +46,7 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def whole(mesh: LanMesh) -> Iterator[LanMesh]:
-    until(lambda: all(mesh.listed(box.name) for box in mesh.boxes), 60)
+    until(mesh.listed, 60)
     yield mesh
     for box in mesh.boxes:
         box.clear()

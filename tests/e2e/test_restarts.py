@@ -78,7 +78,7 @@ def whole(mesh: LanMesh) -> LanMesh:
         if mesh.agents[box.name].poll() is not None:
             box.restore()
             mesh.start_agent(box)
-    until(lambda: all(mesh.listed(box.name) for box in mesh.boxes), 60)
+    until(mesh.listed, 60)
     mesh.wait_proven()
     assert mesh.ranks() == []
     return mesh
