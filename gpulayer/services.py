@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gpulayer_mesh.core import wire
 from gpulayer_mesh.core.jobspec import OVER, JobKind, JobRecord, JobState, ServiceState
 from gpulayer_mesh.errors import ConfigError, GpuLayerError, NotFoundError
-from gpulayer_mesh.starting import first_error
+from gpulayer_mesh.groups import first_error
 
 from gpulayer import serving
 

@@ -104,7 +104,7 @@ def test_core_is_pure() -> None:
 def test_runtime_modules_do_not_know_each_other() -> None:
     ours = ("gpulayer_mesh.core", "gpulayer_mesh.errors", "gpulayer_mesh.config")
     ours += ("gpulayer_mesh.clock", "gpulayer_mesh.files", "gpulayer_mesh.sockets")
-    ours += ("gpulayer_mesh.shim",)
+    ours += ("gpulayer_mesh.shim", "gpulayer_mesh.groups")
     runtime = "gpulayer_mesh.runtime."
 
     def allowed(name: str, module: str) -> bool:
@@ -120,7 +120,7 @@ def test_runtime_modules_do_not_know_each_other() -> None:
 
 
 def test_starting_reaches_nodes_through_its_caller_only() -> None:
-    ours = ("gpulayer_mesh.core", "gpulayer_mesh.errors")
+    ours = ("gpulayer_mesh.core", "gpulayer_mesh.errors", "gpulayer_mesh.groups")
 
     def allowed(name: str, module: str) -> bool:
         return not within(module, "gpulayer_mesh") or within(module, *ours)

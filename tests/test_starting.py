@@ -13,7 +13,7 @@ from gpulayer_mesh import starting
 from gpulayer_mesh.core import wire
 from gpulayer_mesh.core.jobspec import JobRecord, JobState
 from gpulayer_mesh.core.types import Address, Addresses
-from gpulayer_mesh.errors import NotAllowedError, PlacementBusyError, TransportError
+from gpulayer_mesh.errors import PlacementBusyError, TransportError
 from job_cases import node, spec
 
 SPEC = spec(1, 1)
@@ -203,12 +203,3 @@ def test_addresses_without_a_common_one_are_refused() -> None:
     }
     _, problems = starting.common_hosts(["a", "b", "c"], ["A", "B", "C"], reached)
     assert [p.node for p in problems] == ["A"]
-
-
-def test_cause_comes_before_its_consequences() -> None:
-    refused = NotAllowedError("no")
-    many = BaseExceptionGroup(
-        "", [TransportError("broke off"), ExceptionGroup("", [ValueError("x"), refused])]
-    )
-    assert starting.first_error(many) is refused
-    assert isinstance(starting.first_error(ExceptionGroup("", [OSError("disk")])), OSError)

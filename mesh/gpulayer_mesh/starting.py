@@ -15,7 +15,8 @@ from typing import Any, Protocol, TypeVar
 from gpulayer_mesh.core import wire
 from gpulayer_mesh.core.jobspec import GoOrder, HostAddress, JobRecord, JobSpec
 from gpulayer_mesh.core.types import Addresses, NodeId
-from gpulayer_mesh.errors import GpuLayerError, PlacementError, Refusal, TransportError
+from gpulayer_mesh.errors import GpuLayerError, PlacementError, Refusal
+from gpulayer_mesh.groups import first_error, together
 
 T = TypeVar("T")
 
@@ -181,27 +182,7 @@ async def _renew(caller: Caller, spec: JobSpec, signed: bytes) -> None:
 
 async def _on_all(spec: JobSpec, call: Callable[[int], Coroutine[Any, Any, T]]) -> list[T]:
     """Run one call per slot at once; the first error ends the others and is raised plainly."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call(i)) for i in range(len(spec.slots))]
-    except BaseExceptionGroup as many:
-        raise first_error(many) from None
-    return [task.result() for task in tasks]
-
-
-def first_error(many: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the error that caused a group to end: ours before anything that followed from it."""
-    flat: list[BaseException] = []
-    stack: list[BaseException] = [many]
-    while stack:
-        error = stack.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            stack[:0] = error.exceptions
-        else:
-            flat.append(error)
-    ours = [e for e in flat if isinstance(e, GpuLayerError)]
-    known = [e for e in ours if not isinstance(e, TransportError)]
-    return (known or ours or flat)[0]
+    return await together(*(call(i) for i in range(len(spec.slots))))
 
 
 async def _stage(caller: Caller, spec: JobSpec, source: Source) -> None:
@@ -238,16 +219,10 @@ async def _stage(caller: Caller, spec: JobSpec, source: Source) -> None:
                 deadline_s=CHUNK_S,
             )
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            for node in nodes:
-                group.create_task(
-                    caller.call(node, "POST", f"{path}/stage", order, deadline_s=limit_s)
-                )
-            for chunk, owner in uploads:
-                group.create_task(upload(chunk, owner))
-    except BaseExceptionGroup as many:
-        raise first_error(many) from None
+    stage = [
+        caller.call(node, "POST", f"{path}/stage", order, deadline_s=limit_s) for node in nodes
+    ]
+    await together(*stage, *(upload(chunk, owner) for chunk, owner in uploads))
 
 
 def deal_chunks(

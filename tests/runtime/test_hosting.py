@@ -45,7 +45,7 @@ from gpulayer_mesh.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from gpulayer_mesh.runtime import hangs, hosting, livejob
+from gpulayer_mesh.runtime import hangs, hosting, livejob, preflight
 from gpulayer_mesh.runtime.door import Stream
 from shim_jobs import eventually
 
@@ -638,7 +638,7 @@ async def test_connection_without_an_answer_fails_the_job_if_new_ones_do_not_get
         monkeypatch.setattr(second.door, "_open_preflight", refuse)
     if agent == "is silent":
         first.unreachable = {"box-1"}
-    monkeypatch.setattr(hosting.preflight, "answers", answers)
+    monkeypatch.setattr(preflight, "answers", answers)
     monkeypatch.setattr(hangs, "look", look)
     await eventually(lambda: looks > 100 or first.phase() is HostPhase.ENDED)
     assert ("box-1", f"/v1/jobs/{JOB}/path") in first.calls

@@ -11,6 +11,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+AGAIN_S = 1.0
 
 
 class Background:
@@ -35,10 +36,15 @@ class Background:
         return task
 
     async def close(self) -> None:
-        """End what still runs."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """End what still runs.
+
+        A task that was about to try something again after an error may take the first word for
+        that error, or not hear it: it is told until it ends.
+        """
+        while tasks := list(self._tasks):
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks, timeout=AGAIN_S)
 
     def _finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

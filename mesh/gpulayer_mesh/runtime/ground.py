@@ -25,6 +25,7 @@ from gpulayer_mesh.core.manifest import open_manifest, unique_chunks
 from gpulayer_mesh.core.restoring import SlotSource, newest_copy, plan_restore, without
 from gpulayer_mesh.core.types import Addresses, NodeId, NodeState, Snapshot
 from gpulayer_mesh.errors import GpuLayerError, NotFoundError, RemoteProtocolError
+from gpulayer_mesh.groups import first_error
 from gpulayer_mesh.runtime.agreements import Agreements
 from gpulayer_mesh.runtime.copies import Copies
 from gpulayer_mesh.runtime.hosting import JobHost
@@ -239,7 +240,7 @@ class MeshGround:
 
         results = await asyncio.gather(*map(one, slots), return_exceptions=True)
         if errors := [error for error in results if isinstance(error, BaseException)]:
-            raise starting.first_error(BaseExceptionGroup("restore", errors))
+            raise first_error(BaseExceptionGroup("restore", errors))
 
     async def _let_read(self, node: NodeId, attempt: Signed) -> None:
         """Have a node let this one, and those of an attempt, read what it has of the job."""

@@ -23,6 +23,7 @@ from urllib.parse import quote, urlencode
 from gpulayer_mesh.core.restoring import RestoreFile, RestoreOrder
 from gpulayer_mesh.core.types import NodeId
 from gpulayer_mesh.errors import GpuLayerError, NotFoundError, RemoteProtocolError, TransportError
+from gpulayer_mesh.groups import together
 from gpulayer_mesh.runtime.peers import PeerStream
 from gpulayer_mesh.runtime.store import check_space, make_dirs
 from gpulayer_mesh.runtime.transfer import read_pieces, receive
@@ -153,11 +154,9 @@ class _Fetch:
             need_bytes = sum(file.size for files in missing.values() for file in files)
             if missing:
                 await asyncio.to_thread(check_space, self._job_dir, need_bytes)
-            async with asyncio.TaskGroup() as group:
-                for sha256, files in missing.items():
-                    group.create_task(self._bring(files, right.get(sha256)))
-        except ExceptionGroup as many:
-            raise many.exceptions[0] from None
+            await together(
+                *(self._bring(files, right.get(sha256)) for sha256, files in missing.items())
+            )
         finally:
             await asyncio.to_thread(_remove_temporary, self._job_dir)
 

@@ -17,6 +17,7 @@ from msgspec import Meta
 from gpulayer_mesh.core.jobspec import HostAddress
 from gpulayer_mesh.core.types import NodeId
 from gpulayer_mesh.errors import GpuLayerError, RemoteProtocolError, TransportError
+from gpulayer_mesh.groups import together
 from gpulayer_mesh.runtime.peers import PeerCall
 from gpulayer_mesh.runtime.store import ChunkStore
 
@@ -75,13 +76,12 @@ class Staging:
             TransportError: one cannot be had.
             GpuLayerError: the disk refuses.
         """
-        try:
-            async with asyncio.TaskGroup() as group:
-                for chunk, owner in zip(chunks, self._order.owners, strict=True):
-                    if not self._store.has(chunk):
-                        group.create_task(self._fetch_one(chunk, owner))
-        except ExceptionGroup as many:
-            raise many.exceptions[0] from None
+        missing = [
+            self._fetch_one(chunk, owner)
+            for chunk, owner in zip(chunks, self._order.owners, strict=True)
+            if not self._store.has(chunk)
+        ]
+        await together(*missing)
 
     async def _fetch_one(self, chunk: bytes, owner: int) -> None:
         async with self._gate:
