@@ -558,18 +558,17 @@ class Membership:
         if peer not in self._roster:
             return
         self._hush = len(self._views) == 1  # our first look at a mesh that knows all this
-        doubts = {r.node: r for r in rumours if not isinstance(r, Alive)}
+        others = [rumour for rumour in rumours if not isinstance(rumour, Alive)]
+        doubts = {rumour.node: rumour for rumour in others}
         for rumour in rumours:
             if isinstance(rumour, Alive):
                 self._merge_alive(rumour, doubts.get(rumour.record.node))
-        for rumour in rumours:
+        for rumour in others:
             match rumour:
                 case Suspect() | Dead():
                     self._merge_suspect(rumour)
                 case Left():
                     self._merge_left(rumour)
-                case Alive():
-                    pass
                 case _ as never:
                     assert_never(never)
         if self._hush:
