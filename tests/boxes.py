@@ -54,7 +54,7 @@ from gpulayer_mesh.runtime.ground import Means
 from gpulayer_mesh.runtime.hosting import JobHost, Site
 from gpulayer_mesh.runtime.jobdoor import JobDoor
 from gpulayer_mesh.runtime.livejob import may_launch, open_signed
-from gpulayer_mesh.runtime.preflight import FreePorts
+from gpulayer_mesh.runtime.preflight import FreePorts, Reached
 from gpulayer_mesh.runtime.restarts import Restarts
 from gpulayer_mesh.runtime.restoring import Restoring
 from gpulayer_mesh.runtime.shims import ShimRunner
@@ -178,6 +178,7 @@ class Box:
         self.book = mesh.book()
         self.calls: list[tuple[str, str]] = []  # (node's name, path)
         self.unreachable: set[str] = set()
+        self.cut: set[str] = set()  # whom ranks cannot connect to
         self.shims = ShimRunner()
         self.reservations = Reservations(name, cpus=cpus)
         self.nvml = nvml
@@ -395,8 +396,13 @@ class Box:
     async def _open_preflight(self) -> tuple[int, bytes]:
         return 1, b"nonce"
 
-    async def _check_preflight(self, targets: object) -> list[object]:
-        return []
+    async def _check_preflight(self, targets: Any) -> list[Reached]:
+        nodes = [target["node"] for target in targets]
+        cut = {self.mesh.node(name) for name in self.cut}
+        return [
+            Reached(node, error="timed out") if node in cut else Reached(node, ("127.0.0.1",))
+            for node in nodes
+        ]
 
     def phase(self) -> HostPhase:
         return self.host.jobs[JOB].machine.phase

@@ -13,7 +13,7 @@ from gpulayer_mesh import starting
 from gpulayer_mesh.core import wire
 from gpulayer_mesh.core.jobspec import JobRecord, JobState
 from gpulayer_mesh.core.types import Address, Addresses
-from gpulayer_mesh.errors import PlacementBusyError, TransportError
+from gpulayer_mesh.errors import PathsCutError, PlacementBusyError, TransportError
 from job_cases import node, spec
 
 SPEC = spec(1, 1)
@@ -178,8 +178,8 @@ def test_address_must_be_reached_by_all() -> None:
         (0, "c"): {"hosts": ["10.0.0.3"], "error": ""},
         (1, "c"): {"hosts": ["10.0.0.3"], "error": ""},
     }
-    hosts, problems = starting.common_hosts(["a", "b", "c"], ["A", "B", "C"], reached)
-    assert (hosts, problems) == ([lan, "10.0.0.2", "10.0.0.3"], [])
+    hosts, *wrong = starting.common_hosts(["a", "b", "c"], ["A", "B", "C"], reached)
+    assert (hosts, wrong) == ([lan, "10.0.0.2", "10.0.0.3"], [[], []])
 
 
 def test_one_way_block_names_both_ends() -> None:
@@ -187,9 +187,10 @@ def test_one_way_block_names_both_ends() -> None:
         (1, "a"): {"hosts": [], "error": "10.0.0.1 port 40000: timed out"},
         (0, "b"): {"hosts": ["10.0.0.2"], "error": ""},
     }
-    _, problems = starting.common_hosts(["a", "b"], ["A", "B"], reached)
+    _, problems, pairs = starting.common_hosts(["a", "b"], ["A", "B"], reached)
     assert [(p.node, p.for_ever) for p in problems] == [("B", False)]
     assert problems[0].reason == "cannot connect to A: 10.0.0.1 port 40000: timed out"
+    assert pairs == [("b", "a")]
 
 
 def test_addresses_without_a_common_one_are_refused() -> None:
@@ -201,5 +202,27 @@ def test_addresses_without_a_common_one_are_refused() -> None:
             for i, n in [(0, "b"), (2, "b"), (0, "c"), (1, "c")]
         },
     }
-    _, problems = starting.common_hosts(["a", "b", "c"], ["A", "B", "C"], reached)
+    _, problems, pairs = starting.common_hosts(["a", "b", "c"], ["A", "B", "C"], reached)
     assert [p.node for p in problems] == ["A"]
+    assert pairs == [("c", "a")]
+
+
+async def test_nodes_that_do_not_reach_each_other_are_told_apart_before_anything_is_staged() -> (
+    None
+):
+    class Cut(Boxes):
+        async def call(self, which: str, method: str, path: str, *rest: Any, **more: Any) -> Any:
+            answer = await super().call(which, method, path, *rest, **more)
+            if path.endswith("/check") and which == node(1):
+                return [{"node": node(0), "hosts": [], "error": "10.0.0.0 port 40000: timed out"}]
+            return answer
+
+    boxes = Boxes()
+    await starting.meet(boxes, SPEC)
+    assert boxes.steps == ["open 0", "open 1", "check 0", "check 1"]
+    with pytest.raises(PathsCutError) as caught:
+        await starting.meet(Cut(), SPEC)
+    assert caught.value.pairs == ((node(1), node(0)),)
+    assert [(r.node, r.reason) for r in caught.value.refusals] == [
+        ("box-1", "cannot connect to box-0: 10.0.0.0 port 40000: timed out")
+    ]

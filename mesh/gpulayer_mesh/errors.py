@@ -143,6 +143,25 @@ class PlacementBusyError(PlacementError):
     exit_code = ExitCode.TIMED_OUT
 
 
+class PathsCutError(PlacementError):
+    """The nodes of a job cannot all reach each other.
+
+    Args:
+        pairs: ids of nodes that were found cut: who connects, and to whom.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        pairs: tuple[tuple[str, str], ...],
+        refusals: tuple[Refusal, ...] = (),
+        hint: str | None = None,
+    ) -> None:
+        super().__init__(message, refusals=refusals, hint=hint)
+        self.pairs = pairs
+
+
 class StoppedError(GpuLayerError):
     """Somebody stopped the job while it waited for its turn."""
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 from gpulayer_mesh.core import wire
 from gpulayer_mesh.core.jobspec import GoOrder, HostAddress, JobRecord, JobSpec
 from gpulayer_mesh.core.types import Addresses, NodeId
-from gpulayer_mesh.errors import GpuLayerError, PlacementError, Refusal
+from gpulayer_mesh.errors import GpuLayerError, PathsCutError, PlacementError, Refusal
 from gpulayer_mesh.groups import first_error, together
 
 T = TypeVar("T")
@@ -116,7 +116,8 @@ async def prepare(
             the reservations are renewed meanwhile.
 
     Raises:
-        PlacementError: packages are missing, or nodes cannot reach each other.
+        PlacementError: packages are missing.
+        PathsCutError: nodes cannot reach each other.
         BundleError: a file changed after it was packed.
         GpuLayerError: what a node answered.
         Exception: what `before_preflight` raised. After any of them nothing is reserved.
@@ -249,18 +250,13 @@ async def preflight(caller: Caller, spec: JobSpec, secrets: Mapping[str, str]) -
     """Prove before the start that imports resolve and that every pair of nodes can connect.
 
     Raises:
-        PlacementError: names each node and what is wrong with it.
+        PlacementError, PathsCutError: names each node and what is wrong with it.
     """
     nodes = [slot.node for slot in spec.slots]
-    names = [slot.name for slot in spec.slots]
-    path = f"/v1/jobs/{spec.id}/preflight"
-    opened = await _on_all(
-        spec,
-        lambda i: caller.call(nodes[i], "POST", f"{path}/open", {}, deadline_s=PREFLIGHT_S),
-    )
+    opened = await _open(caller, spec)
     lacking = [
-        Refusal(name, "cannot import " + ", ".join(answer["missing"]), for_ever=True)
-        for name, answer in zip(names, opened, strict=True)
+        Refusal(slot.name, "cannot import " + ", ".join(answer["missing"]), for_ever=True)
+        for slot, answer in zip(spec.slots, opened, strict=True)
         if answer["missing"]
     ]
     if lacking:
@@ -269,11 +265,33 @@ async def preflight(caller: Caller, spec: JobSpec, secrets: Mapping[str, str]) -
             refusals=tuple(lacking),
             hint="pip install them into the environment of gpulayer-agent on those machines",
         )
-    if len(nodes) == 1:
-        port = await caller.call(
-            nodes[0], "POST", f"/v1/jobs/{spec.id}/port", {"host": "127.0.0.1"}
-        )
-        return GoOrder("127.0.0.1", port["port"], ("127.0.0.1",), dict(secrets))
+    hosts = ["127.0.0.1"] if len(nodes) == 1 else await _meet(caller, spec, opened)
+    port = await caller.call(nodes[0], "POST", f"/v1/jobs/{spec.id}/port", {"host": hosts[0]})
+    return GoOrder(hosts[0], port["port"], tuple(hosts), dict(secrets))
+
+
+async def meet(caller: Caller, spec: JobSpec) -> None:
+    """Prove that every pair of a reserved job's nodes can connect now; nothing has to be staged.
+
+    Raises:
+        PathsCutError: names each node and what is wrong with it.
+    """
+    if len(spec.slots) > 1:
+        await _meet(caller, spec, await _open(caller, spec))
+
+
+async def _open(caller: Caller, spec: JobSpec) -> list[Any]:
+    """Have every node listen for a while, and say what it cannot import."""
+    path = f"/v1/jobs/{spec.id}/preflight/open"
+    return await _on_all(
+        spec,
+        lambda i: caller.call(spec.slots[i].node, "POST", path, {}, deadline_s=PREFLIGHT_S),
+    )
+
+
+async def _meet(caller: Caller, spec: JobSpec, opened: Sequence[Any]) -> list[str]:
+    """Return for each node an address that all others have reached."""
+    nodes = [slot.node for slot in spec.slots]
     targets = [
         {
             "node": node,
@@ -288,48 +306,57 @@ async def preflight(caller: Caller, spec: JobSpec, secrets: Mapping[str, str]) -
         lambda i: caller.call(
             nodes[i],
             "POST",
-            f"{path}/check",
+            f"/v1/jobs/{spec.id}/preflight/check",
             {"targets": [t for j, t in enumerate(targets) if j != i]},
             deadline_s=PREFLIGHT_S,
         ),
     )
     reached = {(i, answer["node"]): answer for i, answers in enumerate(found) for answer in answers}
-    hosts, problems = common_hosts(nodes, names, reached)
+    hosts, problems, pairs = common_hosts(nodes, [slot.name for slot in spec.slots], reached)
     if problems:
-        raise PlacementError(
+        raise PathsCutError(
             "the nodes cannot all reach each other",
+            pairs=tuple(pairs),
             refusals=tuple(problems),
             hint="open TCP ports 1024-65535 between these machines, both ways; gloo and nccl "
             "connect on ephemeral ports",
         )
-    port = await caller.call(nodes[0], "POST", f"/v1/jobs/{spec.id}/port", {"host": hosts[0]})
-    return GoOrder(hosts[0], port["port"], tuple(hosts), dict(secrets))
+    return hosts
 
 
 def common_hosts(
-    nodes: Sequence[str], names: Sequence[str], reached: Mapping[tuple[int, str], Mapping[str, Any]]
-) -> tuple[list[str], list[Refusal]]:
+    nodes: Sequence[NodeId],
+    names: Sequence[str],
+    reached: Mapping[tuple[int, NodeId], Mapping[str, Any]],
+) -> tuple[list[str], list[Refusal], list[tuple[NodeId, NodeId]]]:
     """Choose for each node one address that every other node reached.
 
     `reached[i, node]` is what slot i found out about `node`: `hosts` that answered, or `error`.
+
+    Returns:
+        The addresses, what is wrong where there is none, and between whom: who did not reach whom.
     """
     hosts: list[str] = []
     problems: list[Refusal] = []
+    pairs: list[tuple[NodeId, NodeId]] = []
+    nothing = {"hosts": [], "error": "no answer"}
     for j, node in enumerate(nodes):
-        common: list[str] | None = None
-        for i in range(len(nodes)):
-            if i == j:
-                continue
-            answer = reached.get((i, node), {"hosts": [], "error": "no answer"})
-            if not answer["hosts"]:
-                problems.append(
-                    Refusal(names[i], f"cannot connect to {names[j]}: {answer['error']}", False)
-                )
-                continue
-            seen = list(answer["hosts"])
-            common = seen if common is None else [host for host in common if host in seen]
-        if common:
-            hosts.append(common[0])
-        elif common is not None:
+        seen = {i: reached.get((i, node), nothing) for i in range(len(nodes)) if i != j}
+        silent = [i for i, answer in seen.items() if not answer["hosts"]]
+        problems += [
+            Refusal(names[i], f"cannot connect to {names[j]}: {seen[i]['error']}", False)
+            for i in silent
+        ]
+        pairs += [(nodes[i], node) for i in silent]
+        lists = {i: answer["hosts"] for i, answer in seen.items() if answer["hosts"]}
+        if not lists:
+            continue
+        first = next(iter(lists.values()))
+        known = dict.fromkeys((*first, *(host for others in lists.values() for host in others)))
+        best = max(known, key=lambda host: sum(host in others for others in lists.values()))
+        apart = [i for i, others in lists.items() if best not in others]
+        if apart:
             problems.append(Refusal(names[j], "has no address that all others can reach", False))
-    return hosts, problems
+            pairs += [(nodes[i], node) for i in apart]
+        hosts.append(best)
+    return hosts, problems, pairs

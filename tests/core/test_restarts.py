@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from gpulayer_mesh.core.jobspec import JobSpec, Slot
+from gpulayer_mesh.core.paths import Pair
 from gpulayer_mesh.core.restarts import (
     Change,
     attempt_id,
@@ -16,7 +17,7 @@ from gpulayer_mesh.core.restarts import (
     patience_s,
     replan,
 )
-from gpulayer_mesh.core.types import Accelerator, NodeState, Role
+from gpulayer_mesh.core.types import Accelerator, Grant, NodeState, Role
 from gpulayer_mesh.errors import PlacementBusyError, PlacementError, RemoteProtocolError
 from job_cases import JOB, node, spec
 from mesh_cases import CUDA, caps, member, mesh
@@ -118,8 +119,10 @@ def test_only_living_workers_of_the_zone_first_are_voters() -> None:
     assert voters == (boxes[0].node, boxes[4].node, boxes[3].node)
 
 
-def plan_of(before: JobSpec, *members: object, avoid: tuple[str, ...] = ()) -> list[str]:
-    return [slot.name for slot in replan(before, mesh(*members), avoid)]  # type: ignore[arg-type]
+def plan_of(
+    before: JobSpec, *members: object, avoid: tuple[str, ...] = (), cut: tuple[Pair, ...] = ()
+) -> list[str]:
+    return [slot.name for slot in replan(before, mesh(*members), avoid, cut)]  # type: ignore[arg-type]
 
 
 def test_nodes_stay_and_lost_ones_are_replaced_in_place() -> None:
@@ -169,3 +172,41 @@ def test_devices_are_chosen_anew_and_the_most_demanding_place_first() -> None:
     busy = member("a", caps(3, kind=CUDA, busy=(0,)))
     found = replan(before, mesh(busy, b))
     assert [(slot.name, slot.devices) for slot in found] == [("b", (0,)), ("a", (1, 2))]
+
+
+def test_nodes_that_do_not_reach_each_other_are_not_together_in_the_next_attempt() -> None:
+    a, b, c, d = (member(name) for name in "abcd")
+    before = spec(1, 1, slots=tuple(Slot(m.node, m.name, 1) for m in (a, b)))
+    ab, ba, ac, bc = ((x.node, y.node) for x, y in ((a, b), (b, a), (a, c), (b, c)))
+    for cut in (ab, ba):
+        assert plan_of(before, a, b, c, cut=(cut,)) == ["a", "c"]
+    assert plan_of(before, a, b, c, cut=(ab, ac)) == ["c", "b"]  # a is the one to leave out
+    assert plan_of(before, a, b, c, d, cut=(ab, bc)) == ["a", "c"]
+    assert plan_of(before, a, b, cut=(ac,)) == ["a", "b"]
+    gone = replace(a, state=NodeState.DEAD)
+    assert plan_of(before, gone, b, c, d, cut=(bc,)) == ["d", "b"]
+
+
+def test_cut_path_is_why_a_next_attempt_waits_that_has_no_other_choice() -> None:
+    a, b, c = (member(name) for name in "abc")
+    before = spec(1, 1, slots=tuple(Slot(m.node, m.name, 1) for m in (a, b)))
+    cut = ((b.node, a.node),)
+    with pytest.raises(PlacementBusyError, match=r"b has no open path to a$"):
+        plan_of(before, a, b, cut=cut)
+    busy = member("c", grants=(Grant("2" * 10, 8, (), "laptop-2"),))
+    with pytest.raises(PlacementBusyError, match=r"b has no open path to a; c busy with job 2222"):
+        plan_of(before, a, b, busy, cut=cut)
+    everywhere = (*cut, (a.node, c.node), (c.node, b.node))
+    with pytest.raises(PlacementBusyError, match="no open path"):
+        plan_of(before, a, b, c, cut=everywhere)
+
+
+def test_of_two_that_are_cut_the_one_that_can_be_replaced_is() -> None:
+    big, small, spare = member("a", caps(2)), member("b", caps(1)), member("c", caps(1))
+    for slots in (
+        (Slot(big.node, "a", 2, (0, 1)), Slot(small.node, "b", 1, (0,))),
+        (Slot(small.node, "b", 1, (0,)), Slot(big.node, "a", 2, (0, 1))),
+    ):
+        before = spec(slots=slots, accelerator=Accelerator.CUDA)
+        names = plan_of(before, big, small, spare, cut=((big.node, small.node),))
+        assert sorted(names) == ["a", "c"]

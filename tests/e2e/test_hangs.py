@@ -136,6 +136,19 @@ def test_cut_path_between_two_boxes_fails_the_job_and_is_named(whole: LanMesh, b
     assert all(whole.state(box.name) == "alive" for box in whole.boxes)
 
 
+def test_job_leaves_one_of_two_boxes_whose_path_stays_cut(whole: LanMesh) -> None:
+    run = Run(whole, "moves", "--nodes", "2", "--restarts", "1")
+    pair = [run.host_of(rank) for rank in (0, 1)]
+    (third,) = [box for box in whole.boxes if box not in pair]
+    cut_data(whole, *pair)
+    began = time.monotonic()
+    names = {run.process.expect(rf"^\[{rank}\|(\S+)\] up, attempt 1", 90)[1] for rank in (0, 1)}
+    print(f"goes on {time.monotonic() - began:.1f} s after the path was cut")
+    assert third.name in names
+    assert len(names) == 2
+    run.finish()
+
+
 def test_rank_at_work_alone_in_a_lossy_network_is_no_hang(whole: LanMesh, lan: Lan) -> None:
     run = Run(whole, "alone", "--nodes", "3")
     for rank in (0, 1, 2):

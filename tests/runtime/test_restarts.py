@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -572,6 +573,24 @@ async def together(mesh: Mesh, **fields: object) -> list[Box]:
     await boxes[0].ask("laptop", "POST", "go", ORDER)
     await eventually(lambda: boxes[0].state() is boxes[1].state() is JobState.RUNNING)
     return boxes
+
+
+@pytest.mark.timeout(120)
+async def test_cut_path_moves_the_next_attempt_or_is_why_it_waits(mesh: Mesh, quick: None) -> None:
+    boxes = await together(mesh, restarts=1)
+    zero, one, two = boxes
+    for box in boxes:  # while all control messages pass
+        box.cut = {other.name for other in boxes if other is not box}
+    (rank,) = one.host.jobs[JOB].report().ranks
+    assert rank.pid is not None
+    os.kill(rank.pid, signal.SIGKILL)
+    await eventually(lambda: "no open path" in zero.host.jobs[JOB].current_record().waiting)
+    waiting = zero.host.jobs[JOB].current_record().waiting
+    assert re.search(r"box-\d has no open path to box-\d; box-\d has no open path to", waiting)
+    assert not [box.name for box in boxes if box.restarts.agreements.bound(NEXT)]
+    zero.cut, two.cut = {"box-1"}, {"box-1"}
+    await eventually(lambda: NEXT in two.host.jobs and zero.host.jobs[JOB].record.successor == NEXT)
+    assert [slot.name for slot in two.host.jobs[NEXT].spec.slots] == ["box-0", "box-2"]
 
 
 @pytest.mark.timeout(120)

@@ -2,8 +2,9 @@
 one can.
 
 The real machines of keeper and hosts, and the real procedures of `succession`, in virtual time.
-Machines crash and go to sleep, agents are killed, started anew and stopped for a while; the shim of
-a machine lives on without its agent and ends its ranks when the lease runs out. `--configurations
+Machines crash and go to sleep, paths between two are cut, agents are killed, started anew and
+stopped for a while; the shim of a machine lives on without its agent and ends its ranks when the
+lease runs out. `--configurations
 N` plays N times as many seeds. Promises: a rank of an attempt only starts once none of an earlier
 one is left anywhere, or only on a machine that sleeps, where they are gone within 3 s after it woke
 up; each id is started by one author; what is reserved is freed; where one machine is lost and the
@@ -33,10 +34,12 @@ from gpulayer_mesh.core.jobspec import (
     Slot,
 )
 from gpulayer_mesh.core.lease import LEASE_S
+from gpulayer_mesh.core.paths import Pair
 from gpulayer_mesh.core.types import NodeId, NodeState, Snapshot
 from gpulayer_mesh.errors import (
     GpuLayerError,
     NotFoundError,
+    PathsCutError,
     PlacementBusyError,
     RemoteProtocolError,
     TransportError,
@@ -666,6 +669,15 @@ class Ground:
             return_exceptions=True,
         )
 
+    async def meet(self, attempt: Signed) -> None:
+        """As `starting.meet`; control messages pass where a path is cut."""
+        nodes = [slot.node for slot in attempt.spec.slots]
+        pairs = tuple(pair for pair in sorted(self.world.cut) if set(pair) <= set(nodes))
+        await self.box.sleep(2.0 if pairs else 0.05)
+        await self.on_all(attempt, lambda box: None)
+        if pairs:
+            raise PathsCutError("the nodes cannot all reach each other", pairs=pairs)
+
     async def agree(self, node: NodeId, attempt: Signed) -> Signed:
         return await self.world.call(self.box, node, lambda: self.world.boxes[node].bind(attempt))
 
@@ -709,6 +721,7 @@ class World:
         self.boxes = {node(i): Box(self, i) for i in range(count)}
         for ident in self.boxes:
             self.group[ident] = 0
+        self.cut: set[Pair] = set()
         self.fails = not calm and self.rng.random() < 0.5
         self.slots = self.rng.randint(1, min(3, count - 1))
 
@@ -788,6 +801,7 @@ class World:
             assert len(self.running()) <= 1, self.running()
         for ident in self.group:
             self.group[ident] = 0
+        self.cut.clear()
         self.mend()
         end = self.loop.time() + REST_S
         while self.loop.time() < end and not self.settled():
@@ -829,9 +843,12 @@ class World:
                 box.woke = box.asleep_until = self.loop.time() + self.rng.uniform(1, 120)
         elif what < 0.55:
             self.mend()
-        elif what < 0.85:
+        elif what < 0.8:
             for ident in self.group:
                 self.group[ident] = self.rng.randint(0, 1)
+        elif what < 0.88:
+            one, other = self.rng.sample(sorted(self.boxes), 2)
+            self.cut ^= {(one, other)}
         else:
             for ident in self.group:
                 self.group[ident] = 0
@@ -881,9 +898,10 @@ def play(seed: int, *, calm: bool = False) -> World:
         error.add_note(f"seed {seed}")
         raise
     finally:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(0))
+        while tasks := asyncio.all_tasks(loop):  # some start others at their end
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         loop.close()
 
 

@@ -5,7 +5,8 @@ some are lost, the next number. Its id follows from the first attempt's and its 
 by a voter of the attempt before it, and only started once most of those voters have agreed: each
 agrees to one, once and for ever, so two that think themselves alone cannot both start it. Voters
 are the nodes of the job, and where these are fewer than three, others that watch it. An attempt
-takes the processes of a lost node to another one, and leaves the others where they were.
+takes the processes of a lost node to another one, and leaves the others where they were. Of two
+nodes that were found not to reach each other it takes one at most.
 
 Signatures form a chain: the submitter signs the first attempt, a voter each further `Change`.
 This module does not know how nodes are asked, or what an attempt finds of the one before.
@@ -14,7 +15,7 @@ This module does not know how nodes are asked, or what an attempt finds of the o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -32,6 +33,7 @@ from gpulayer_mesh.core.jobspec import (
     JobState,
     Slot,
 )
+from gpulayer_mesh.core.paths import Pair, cut_from, ways_apart
 from gpulayer_mesh.core.tickets import RESTART, Ticket
 from gpulayer_mesh.core.types import NodeId, NodeState, Role, Snapshot
 from gpulayer_mesh.errors import PlacementError, RemoteProtocolError
@@ -182,23 +184,44 @@ def candidates(previous: JobSpec, snapshot: Snapshot) -> tuple[NodeId, ...]:
 
 
 def replan(
-    previous: JobSpec, snapshot: Snapshot, avoid: Collection[NodeId] = ()
+    previous: JobSpec,
+    snapshot: Snapshot,
+    avoid: Collection[NodeId] = (),
+    cut: Collection[Pair] = (),
 ) -> tuple[Slot, ...]:
     """Choose the nodes of the next attempt: the same where they can, others for those lost.
 
     Args:
         avoid: nodes that did not answer, whatever the snapshot says.
+        cut: nodes that were found not to reach each other; both of a pair are not taken.
 
     Raises:
         PlacementBusyError: not now.
         PlacementError: nothing can take the place of a lost node.
     """
+    problem: PlacementError | None = None
+    for leaving in ways_apart([slot.node for slot in previous.slots], cut):
+        try:
+            return _replan(previous, snapshot, avoid, leaving, cut)
+        except PlacementError as error:  # another of a pair that is cut may be easier to replace
+            problem = problem or error
+    assert problem is not None  # there is one way at least
+    raise problem
+
+
+def _replan(
+    previous: JobSpec,
+    snapshot: Snapshot,
+    avoid: Collection[NodeId],
+    leaving: Collection[NodeId],
+    cut: Collection[Pair],
+) -> tuple[Slot, ...]:
     found: dict[int, Slot] = {}
     for index, slot in enumerate(previous.slots):
-        if slot.node in avoid:
+        if slot.node in avoid or slot.node in leaving:
             continue
         try:
-            found[index] = _place(previous, slot, (slot.node,), snapshot)[0]
+            found[index] = _place(previous, slot, (slot.node,), snapshot)
         except PlacementError:  # its place may be taken by another node
             continue
     lost = [index for index in range(len(previous.slots)) if index not in found]
@@ -210,7 +233,8 @@ def replan(
         taken |= _differing(snapshot, staying)
         never = tuple(f"!{node}" for node in sorted(taken) if snapshot_has(snapshot, node))
         target = (*previous.target, *never)
-        found[index] = _place(previous, previous.slots[index], target, snapshot)[0]
+        kept = cut_from({slot.node: slot.name for slot in found.values()}, cut)
+        found[index] = _place(previous, previous.slots[index], target, snapshot, kept)
     return tuple(found[index] for index in range(len(previous.slots)))
 
 
@@ -219,9 +243,13 @@ def snapshot_has(snapshot: Snapshot, node: NodeId) -> bool:
 
 
 def _place(
-    spec: JobSpec, slot: Slot, target: tuple[str, ...], snapshot: Snapshot
-) -> tuple[Slot, ...]:
-    return placement.plan(_request(spec, slot, target), snapshot).slots
+    spec: JobSpec,
+    slot: Slot,
+    target: tuple[str, ...],
+    snapshot: Snapshot,
+    kept: Mapping[NodeId, str] | None = None,
+) -> Slot:
+    return placement.plan(_request(spec, slot, target), snapshot, kept).slots[0]
 
 
 def _request(spec: JobSpec, slot: Slot, target: tuple[str, ...] = ()) -> placement.Request:

@@ -144,6 +144,9 @@ class MeshGround:
     async def release(self, attempt: Signed) -> None:
         await starting.release(self, attempt.spec, going=False)
 
+    async def meet(self, attempt: Signed) -> None:
+        await starting.meet(self, attempt.spec)
+
     async def agree(self, node: NodeId, attempt: Signed) -> Signed:
         if node == self.node:
             return self._agreements.bind(attempt)

@@ -28,8 +28,15 @@ from typing import Any, Generic, Protocol, TypeVar
 from gpulayer_mesh.core import restarts
 from gpulayer_mesh.core.job import GONE_S
 from gpulayer_mesh.core.jobspec import OVER, HostPhase, JobRecord, JobState
+from gpulayer_mesh.core.paths import Pair
 from gpulayer_mesh.core.types import NodeId, NodeState, Snapshot
-from gpulayer_mesh.errors import GpuLayerError, NotAllowedError, NotFoundError, PlacementBusyError
+from gpulayer_mesh.errors import (
+    GpuLayerError,
+    NotAllowedError,
+    NotFoundError,
+    PathsCutError,
+    PlacementBusyError,
+)
 from gpulayer_mesh.runtime.livejob import Signed
 
 log = logging.getLogger("gpulayer.restarts")
@@ -164,6 +171,14 @@ class Ground(Protocol[Order]):
 
     async def release(self, attempt: Signed) -> None: ...
 
+    async def meet(self, attempt: Signed) -> None:
+        """Try the paths between the nodes of a reserved attempt.
+
+        Raises:
+            PathsCutError: some do not reach each other.
+            GpuLayerError: one of them cannot be asked.
+        """
+
     async def agree(self, node: NodeId, attempt: Signed) -> Signed:
         """Ask a voter; return what it is bound to now.
 
@@ -256,6 +271,7 @@ class Succession(Generic[Order]):
     async def _decide(self, before: Signed) -> Signed:
         """Come to an attempt that most voters agreed to; ours is started, or has failed to."""
         avoid: set[NodeId] = set()
+        cut: set[Pair] = set()
         mine: Signed | None = None  # once it was proposed, there is no other
         had = 0.0  # when its nodes were
         pause_s = RETRY_S
@@ -269,19 +285,26 @@ class Succession(Generic[Order]):
             try:
                 if found is None:
                     self._may_propose(before, known)
-                plan = mine or self._plan(before, avoid)
+                plan = mine or self._plan(before, avoid, cut)
                 if mine is None and (silent := await self._silent(plan, avoid)):
                     avoid |= silent
                     continue
                 await self._ground.reserve(plan)
+                if mine is None:
+                    await self._meet(plan)
                 mine, had = plan, self._loop.time()
                 if (decided := await self._propose(before, mine)) is not None:
                     return decided
             except NotRestartedError:
                 raise
             except GpuLayerError as error:  # a node may come back, or get free
+                if isinstance(error, PathsCutError) and not cut.issuperset(error.pairs):
+                    cut.update(error.pairs)
+                    log.info("job %s: its next attempt goes elsewhere: %s", before.spec.id, error)
+                    continue
                 self._problem = error.message
                 avoid.clear()
+                cut.clear()
                 if found is not None:
                     return found  # ours, which is decided and cannot be had any more
                 stuck = mine is not None and self._loop.time() - had >= STUCK_S
@@ -318,9 +341,17 @@ class Succession(Generic[Order]):
         await self._ground.release(mine)
         return decided
 
-    def _plan(self, before: Signed, avoid: Collection[NodeId]) -> Signed:
+    async def _meet(self, plan: Signed) -> None:
+        """Try the paths before anybody agrees: what was agreed to cannot go elsewhere any more."""
+        try:
+            await self._ground.meet(plan)
+        except BaseException:
+            await asyncio.shield(self._ground.release(plan))
+            raise
+
+    def _plan(self, before: Signed, avoid: Collection[NodeId], cut: Collection[Pair]) -> Signed:
         snapshot = self._ground.snapshot()
-        slots = restarts.replan(before.spec, snapshot, avoid)
+        slots = restarts.replan(before.spec, snapshot, avoid, cut)
         voters = restarts.choose_voters(slots, snapshot, avoid, before.spec.voters)
         self._tries += 1
         change = restarts.Change(before.spec.restart + 1, slots, voters, self._tries)
