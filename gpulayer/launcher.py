@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,23 +32,27 @@ from gpulayer_mesh.core.jobspec import (
     JobState,
     Slot,
 )
-from gpulayer_mesh.core.types import Accelerator, Role
+from gpulayer_mesh.core.types import Accelerator, NodeId, Role, Snapshot
 from gpulayer_mesh.errors import (
     BundleError,
     ConfigError,
     ExitCode,
     NotAllowedError,
+    PathsCutError,
+    PlacementBusyError,
+    PlacementError,
 )
 
 from gpulayer import env
 
 if TYPE_CHECKING:
     from gpulayer_mesh.client import MeshClient
-    from gpulayer_mesh.core.placement import Plan
+    from gpulayer_mesh.core.placement import Plan, Request
 
     from gpulayer.bundle import Bundle, Scan
     from gpulayer.ui import Ui
 
+ELSEWHERE_S = 10.0  # for other machines, where those of the first plan do not reach each other
 SAME_PRESS_S = 0.3  # signals closer than this are one wish; nobody presses Ctrl-C twice so fast
 _NO_SCRIPT = "there is no script to run on the other machines: this is a notebook, REPL or -c"
 _SAVE_IT = (
@@ -449,29 +453,75 @@ async def _place(
     if request.dry_run:
         show(placement.plan(wanted, snapshot))
         return None
-    who = Applicant(new_job_id(), client.identity.node, client.name, _table_name(request))
-
     held: JobSpec | None = None
 
-    async def reserve(plan: Plan, attempt: int) -> tuple[JobSpec, bytes]:
+    async def begin(without: Mapping[NodeId, str], wait_s: float | None) -> JobRecord:
         nonlocal held
-        show(plan)
-        voters = await _voters(client, request, plan)
-        spec = _spec(client, request, packed, plan, who.job, attempt, voters)
-        signed = client.sign_spec(spec)
-        await starting.reserve(client, spec, signed)
-        held = spec
-        return spec, signed
+        job = new_job_id()  # nodes that prepared a try know its id, and take no second one of it
+        who = Applicant(job, client.identity.node, client.name, _table_name(request))
+
+        async def reserve(plan: Plan, attempt: int) -> tuple[JobSpec, bytes]:
+            nonlocal held
+            show(plan)
+            voters = await _voters(client, request, plan)
+            spec = _spec(client, request, packed, plan, job, attempt, voters)
+            signed = client.sign_spec(spec)
+            await starting.reserve(client, spec, signed)
+            held = spec
+            return spec, signed
+
+        try:
+            spec, signed = await in_turn(
+                client, wanted, who, wait_s=wait_s, without=without, reserve=reserve, say=ui.note
+            )
+        except BaseException:
+            if held is not None:  # Ctrl-C between the reservation and the start
+                await asyncio.shield(starting.release(client, held, going=False))
+            raise
+        return await starting.start(client, spec, signed, packed.bundle, request.secrets)
 
     try:
-        spec, signed = await in_turn(
-            client, wanted, who, wait_s=request.wait_s, reserve=reserve, say=ui.note
-        )
-    except BaseException:
-        if held is not None:  # Ctrl-C between the reservation and the start
-            await asyncio.shield(starting.release(client, held, going=False))
-        raise
-    return await starting.start(client, spec, signed, packed.bundle, request.secrets)
+        return await begin({}, request.wait_s)
+    except PathsCutError as cut:
+        assert held is not None  # it got as far as the pre-flight
+        without = _other_choice(wanted, await client.snapshot(), held, cut)
+        if without is None:
+            raise
+        first, held = cut.refusals[0], None
+        ui.note(f"{first.node} {first.reason}; trying other machines")
+        wait_s = ELSEWHERE_S if request.wait_s is None else min(ELSEWHERE_S, request.wait_s)
+        try:
+            return await begin(without, wait_s)
+        except PlacementBusyError:  # somebody else was faster
+            raise cut from None
+
+
+def _other_choice(
+    wanted: Request, snapshot: Snapshot, tried: JobSpec, cut: PathsCutError
+) -> dict[NodeId, str] | None:
+    """Return the nodes to do without where some do not reach each other, and why each of them.
+
+    None if nothing can take their place now.
+    """
+    from gpulayer_mesh.core import placement
+    from gpulayer_mesh.core.paths import cut_from, ways_apart
+
+    # What was given back a moment ago, others may not have heard of yet.
+    members = tuple(
+        replace(member, grants=tuple(g for g in member.grants if g.job != tried.id))
+        for member in snapshot.members
+    )
+    snapshot = replace(snapshot, members=members)
+    names = {slot.node: slot.name for slot in tried.slots}
+    for leaving in ways_apart(list(names), cut.pairs):
+        staying = {node: name for node, name in names.items() if node not in leaving}
+        without = cut_from(staying, cut.pairs)
+        try:
+            placement.plan(wanted, snapshot, without)
+        except PlacementError:
+            continue
+        return without
+    return None
 
 
 def _elsewhere(request: JobRequest) -> tuple[str, ...]:

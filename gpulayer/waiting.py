@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Protocol, TypeVar
@@ -70,6 +70,7 @@ async def in_turn(
     who: Applicant,
     *,
     wait_s: float | None,
+    without: Mapping[NodeId, str] | None = None,
     reserve: Callable[[placement.Plan, int], Awaitable[T]],
     say: Callable[[str], None],
 ) -> T:
@@ -77,6 +78,7 @@ async def in_turn(
 
     Args:
         wait_s: for how long it may wait; 0: not at all, None: as long as it takes.
+        without: nodes that are of no use to it now, and why.
         reserve: takes all of a plan or nothing; its second argument counts the tries. Raises
             PlacementBusyError where somebody else was faster.
         say: told why the job waits, whenever that has changed.
@@ -87,7 +89,7 @@ async def in_turn(
         StoppedError: somebody stopped it meanwhile.
     """
     clock = asyncio.get_running_loop().time
-    line = _Line(mesh, who, placement.needs(request))
+    line = _Line(mesh, who, placement.needs(request), without or {})
     snapshot = await mesh.snapshot()
     started = sure = clock()
     attempt, said = 0, ""
@@ -135,6 +137,7 @@ class _Line:
     mesh: Mesh
     who: Applicant
     needs: str
+    without: Mapping[NodeId, str]  # nodes that are of no use, and why
     waits: bool = False
     number: int = 0
     standings: dict[NodeId, Standing] = field(default_factory=dict)
@@ -168,7 +171,7 @@ class _Line:
             for node, standing in self.standings.items()
             if standing.ahead
         }
-        return found | self.silent
+        return {**found, **self.silent, **self.without}
 
     async def stand(self, nodes: Sequence[NodeId], *, why: str) -> None:
         """Register with these nodes, or renew, and keep their answers.

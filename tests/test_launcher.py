@@ -15,8 +15,12 @@ from typing import Any
 
 import pytest
 from gpulayer_mesh.client import MeshClient
-from gpulayer_mesh.core.jobspec import JOB_ID_CHARS, JobKind
-from gpulayer_mesh.errors import BundleError, ConfigError
+from gpulayer_mesh.core.jobspec import JOB_ID_CHARS, JobKind, Slot
+from gpulayer_mesh.core.placement import Request
+from gpulayer_mesh.core.types import Grant, MemberSnapshot
+from gpulayer_mesh.errors import BundleError, ConfigError, PathsCutError
+from job_cases import JOB, spec
+from mesh_cases import caps, member, mesh
 
 from gpulayer import launcher, localjob
 
@@ -224,3 +228,21 @@ async def test_one_signal_sent_twice_is_one_wish(monkeypatch: pytest.MonkeyPatch
         interrupts._signalled()
         await asyncio.sleep(0)
     assert asked == [False, True]
+
+
+def test_nodes_that_do_not_reach_each_other_are_parted_where_others_are_free() -> None:
+    mine = Grant(JOB, 2, (), "laptop")  # given back, which these do not know yet
+    a, b = (member(name, caps(cpus=2), grants=(mine,)) for name in "ab")
+    c, busy = member("c"), member("c", caps(cpus=2), grants=(Grant("2" * 10, 2, (), "x"),))
+    tried = spec(slots=tuple(Slot(one.node, one.name, 1) for one in (a, b)))
+    cut = PathsCutError("cut", pairs=((a.node, b.node),))
+
+    def without(*members: MemberSnapshot, **wanted: Any) -> dict[str, str] | None:
+        request = Request(nodes=2, **wanted)
+        return launcher._other_choice(request, mesh(*members), tried, cut)
+
+    assert without(a, b, c) == {b.node: "has no open path to a"}
+    assert without(a, b, c, target=("b", "c")) == {a.node: "has no open path to b"}
+    assert without(a, b) is None
+    assert without(a, b, busy) is None
+    assert without(a, b, c, target=("a", "b")) is None

@@ -16,8 +16,9 @@ def ways(nodes: str, *cut: str) -> list[str]:
     [
         ([], [""]),
         (["xy", "ax"], [""]),  # none of them, or one of them only
-        (["ab"], ["b", "a"]),  # the first keeps the job
-        (["ba", "ab"], ["b", "a"]),
+        (["ab"], ["b", "a"]),  # who was not reached
+        (["ba"], ["a", "b"]),
+        (["ba", "ab"], ["b", "a"]),  # the first keeps the job
         (["ab", "ac"], ["a", "bc"]),  # who is cut from most
         (["ab", "cd"], ["bd", "bc", "ad", "ac"]),
         (["ab", "bc", "ca"], ["bc", "ac", "ab"]),

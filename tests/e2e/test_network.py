@@ -110,6 +110,24 @@ def test_blocked_ephemeral_ports_are_named_before_the_start(mesh: LanMesh) -> No
     print(f"refused after {took:.1f} s")
 
 
+def test_box_that_the_others_cannot_reach_is_left_out_of_a_job_that_can_do_without(
+    mesh: LanMesh,
+) -> None:
+    command = [GPULAYER, "run", "--nodes", "2", "--", "python", "-c", "print('started')"]
+    plan = mesh.laptop.run([*command[:2], "--dry-run", *command[2:]])
+    (box,) = re.findall(r"^gpulayer: +rank +0 +(\S+)", plan.stderr, re.M)
+    mesh.lan[box].block("tcp", "32768:60999")
+    try:
+        done = mesh.laptop.run(command, timeout=60)
+    finally:
+        mesh.lan[box].clear()
+    assert done.returncode == 0, done.stderr
+    said = rf"^gpulayer: \S+ cannot connect to {box}: .*; trying other machines$"
+    assert re.search(said, done.stderr, re.M), done.stderr
+    hosts = set(re.findall(r"^\[\d\|(\S+)\] started", done.stdout, re.M))
+    assert hosts == {one.name for one in mesh.boxes} - {box}
+
+
 @pytest.mark.parametrize("rank", [0, 2])  # rank 0's node keeps the job
 def test_cut_cable_fails_the_job_by_name(mesh: LanMesh, rank: int) -> None:
     run = mesh.laptop.popen(

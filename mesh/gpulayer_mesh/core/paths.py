@@ -21,8 +21,8 @@ WAYS_MAX = 16  # each is a plan to try; four cut pairs without a node in common 
 def ways_apart(nodes: Sequence[NodeId], cut: Collection[Pair]) -> Iterator[frozenset[NodeId]]:
     """Yield whom to leave out of these nodes so that all others reach each other, best first.
 
-    Whoever is cut from most is the likeliest cause; of two alike the later one goes, for the first
-    node keeps the job.
+    Whoever is cut from most is the likeliest cause, then who was not reached, as a firewall lets
+    out what it does not let in; of two alike the later one goes, for the first node keeps the job.
     """
     return islice(_ways(list(nodes), list(cut)), WAYS_MAX)
 
@@ -34,7 +34,8 @@ def _ways(nodes: list[NodeId], cut: list[Pair]) -> Iterator[frozenset[NodeId]]:
         yield frozenset()
         return
     count = Counter(node for pair in {frozenset(pair) for pair in cut} for node in pair)
-    worst = max(reversed(nodes), key=lambda node: count[node])
+    unreached = Counter(pair[1] for pair in cut)
+    worst = max(reversed(nodes), key=lambda node: (count[node], unreached[node]))
     others = {node for pair in cut if worst in pair for node in pair} - {worst}
     for leaving in ({worst}, others):
         for more in _ways([node for node in nodes if node not in leaving], cut):
