@@ -26,7 +26,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from gpulayer_mesh.core.swim import SwimConfig
-from gpulayer_mesh.core.types import NodeState
+from gpulayer_mesh.core.types import NodeId, NodeState
 from gpulayer_mesh.testing import Simulation, node_id
 
 SIZES, LOSSES = (10, 100, 1000), (0.0, 0.05, 0.3)
@@ -59,6 +59,7 @@ def measure(n: int, loss: float, config: SwimConfig, rounds: int, seed: int) -> 
     changed: list[float] = []
     detected: list[float] = []
     crashes: dict[str, list[tuple[float, float]]] = {}
+    lives = list(sim.nodes)
     for number in range(rounds):
         subject = 1 + number % (n - 1)
         node = node_id(subject)
@@ -75,11 +76,13 @@ def measure(n: int, loss: float, config: SwimConfig, rounds: int, seed: int) -> 
             if change.node == node and change.new is NodeState.DEAD
         ]
         sim.restart(subject, contact=0)
-        sim.run_until(sim.all_alive, LIMIT_S, 0.5)
+        lives.append(sim.nodes[subject])
+        life = sim.nodes[subject].machine.record.incarnation.boot
+        sim.run_until(lambda node=node, life=life: _met(sim, node, life), LIMIT_S, 0.5)
         crashes.setdefault(node, []).append((at, sim.now))
         sim.run(SETTLE_S)
-    sent = sum(one.bytes_sent for one in sim.nodes) / n / sim.now
-    packets = sum(one.packets_sent for one in sim.nodes) / n / sim.now
+    sent = sum(life.bytes_sent for life in lives) / n / sim.now
+    packets = sum(life.packets_sent for life in lives) / n / sim.now
     deaths = false_deaths(sim, crashes)
     hundredths = statistics.quantiles(detected, n=100)
     return (
@@ -96,6 +99,11 @@ def _known(sim: Simulation, version: int) -> bool:
 
 def _dead(sim: Simulation, subject: int) -> bool:
     return sim.count(subject, NodeState.DEAD) == len(sim.up())
+
+
+def _met(sim: Simulation, node: NodeId, boot: int) -> bool:
+    views = [one.machine.members[node] for one in sim.up()]
+    return all(view.record.incarnation.boot == boot for view in views)
 
 
 def rows(rounds: int, seed: int) -> Iterator[str]:
