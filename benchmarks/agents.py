@@ -142,7 +142,7 @@ def main() -> None:
         f"{len(boxes)} agents, {args.rounds} times: all see all {statistics.median(from_start):.1f}"
         f" s after the last one's start (most {max(from_start):.1f} s), of which it takes"
         f" {statistics.median(from_start) - statistics.median(from_serving):.1f} s to serve",
-        f"a node is alive at its new address in another host's eyes {statistics.median(changed):.1f} s after the"
+        f"a new address is followed by another host {statistics.median(changed):.1f} s after the"
         f" change (most {max(changed):.1f} s)",
     ]
     print("\n".join(lines))
