@@ -6,6 +6,7 @@ written where it arrives. Knows nothing of what a file is for.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from pathlib import Path
@@ -38,6 +39,25 @@ def replace_file(path: Path, data: bytes, *, private: bool = False, durable: boo
         raise
     if durable:
         sync(path.parent)
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that nobody else may read, if it is not there; it outlives a crash.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        return
+    sync(folder.parent)
+
+
+def remove_file(path: Path) -> None:
+    """Remove a file that nothing depends on; where the disk refuses even that, it stays."""
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:

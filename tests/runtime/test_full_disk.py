@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from boxes import CHUNK, CONTENT, MANIFEST, ORDER, Box, Mesh
+from boxes import CHUNK, CONTENT, JOB, MANIFEST, ORDER, Box, Mesh
 from gpulayer_mesh.core import wire
 from gpulayer_mesh.core.jobspec import OVER, JobRecord, JobState
 from gpulayer_mesh.core.joining import JoinRequest
@@ -212,6 +212,31 @@ async def test_jobs_and_agent_outlive_a_disk_that_is_full_at_any_write(
     for end in refused:
         assert re.search("No space left|not enough disk space|is the disk full", end), end
     assert bool(refused) is (moment != "running")
+
+
+async def test_agent_comes_up_on_a_disk_that_takes_nothing_and_watches_once_it_does(
+    disk: Disk, mesh: Mesh
+) -> None:
+    (box,) = await mesh.start("box-1")
+    assert not [name for name in ("watches", "ends", "attempts") if (box.home / name).exists()]
+    (box.home / "chunks" / "new" / "half").touch()
+    spec = mesh.spec(restarts=1, voters=tuple(map(mesh.node, ("box-0", "box-1", "box-2"))))
+    word = {"spec": mesh.sign(spec), "secretive": False, "sources": []}
+
+    def remount(how: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,{how}", str(disk.folder)], check=True)
+
+    remount("ro")
+    try:
+        box = await box.restart()
+        with pytest.raises(GpuLayerError, match=r"cannot note a job to watch: .*Read-only"):
+            await box.ask("box-0", "POST", f"/v1/watches/{JOB}", word)
+    finally:
+        remount("rw")
+    await box.ask("box-0", "POST", f"/v1/watches/{JOB}", word)
+    box = await box.restart()
+    assert box.restarts.watched_job(JOB) is not None
+    assert (box.home / "watches").stat().st_mode & 0o777 == 0o700
 
 
 async def test_record_that_the_disk_refused_is_saved_once_there_is_room(

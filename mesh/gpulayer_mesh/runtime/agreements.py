@@ -28,7 +28,7 @@ from gpulayer_mesh.core.lease import LEASE_S
 from gpulayer_mesh.core.roster import RosterBook
 from gpulayer_mesh.core.types import NodeId
 from gpulayer_mesh.errors import GpuLayerError, NotAllowedError, RemoteProtocolError
-from gpulayer_mesh.files import replace_file
+from gpulayer_mesh.files import make_private, replace_file
 from gpulayer_mesh.runtime.door import DoorRequest, Route
 from gpulayer_mesh.runtime.livejob import CHAIN_MAX, Signed, may_launch, open_signed
 from gpulayer_mesh.runtime.succession import bind
@@ -62,7 +62,6 @@ class Agreements:
         self._keeper_heard_s = keeper_heard_s
         self._heard: dict[str, float] = {}  # of an attempt, as its witness; monotonic
         self._readers: dict[str, tuple[float, Signed]] = {}  # attempts told of, and when
-        root.mkdir(mode=0o700, exist_ok=True)
 
     def routes(self) -> list[Route]:
         attempt = "/v1/attempts/{id}"
@@ -170,10 +169,10 @@ class Agreements:
         self._readers = {i: one for i, one in self._readers.items() if now - one[0] < older_s}
         numbers = range(1, RESTARTS_MAX + 1)
         kept = {restarts.attempt_id(origin, number) for origin in origins for number in numbers}
-        for path in self._root.iterdir():
+        for path in self._root.glob("*"):
             if path.name in kept:
                 continue
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > older_s:
                     path.unlink()
 
@@ -228,6 +227,7 @@ def _is_id(attempt: str) -> bool:
 
 def _keep(path: Path, chain: bytes) -> None:
     try:
+        make_private(path.parent)
         replace_file(path, chain, private=True, durable=True)
     except OSError as error:
         raise GpuLayerError(f"cannot note an agreement: {error}") from error

@@ -16,7 +16,7 @@ from pathlib import Path
 from gpulayer_mesh.core import hosted, retention, wire
 from gpulayer_mesh.core.jobspec import Failure, JobRecord, JobSpec, JobState
 from gpulayer_mesh.errors import RemoteProtocolError
-from gpulayer_mesh.files import replace_file
+from gpulayer_mesh.files import make_private, remove_file, replace_file
 
 log = logging.getLogger("gpulayer.restarts")
 
@@ -56,15 +56,14 @@ class Ends:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._ends: dict[str, _End] = {}
-        root.mkdir(mode=0o700, exist_ok=True)
-        for path in root.iterdir():
+        for path in root.glob("*"):
             try:
                 record = wire.decode_as(
                     JobRecord, wire.unpack(path.read_bytes(), max_bytes=wire.BODY_MAX)
                 )
             except (RemoteProtocolError, OSError) as error:  # half-written, or of a version to come
                 log.warning("the end of job %s cannot be read: %s", path.name, error)
-                path.unlink(missing_ok=True)
+                remove_file(path)
                 continue
             age_s = max(0.0, time.time() - path.stat().st_mtime)  # display only
             self._ends[record.spec.id] = _End(record, time.monotonic() - age_s)
@@ -81,6 +80,7 @@ class Ends:
         """Note how a job ended."""
         self._ends[record.spec.id] = _End(record, time.monotonic())
         try:
+            make_private(self._root)
             replace_file(self._root / record.spec.id, wire.pack(record), private=True)
         except OSError as error:  # known until this agent ends
             log.warning("the end of job %s cannot be written: %s", record.spec.id, error)
@@ -94,4 +94,4 @@ class Ends:
     def drop(self, job: str) -> None:
         """Its keeper is back, or it is too old."""
         if self._ends.pop(job, None) is not None:
-            (self._root / job).unlink(missing_ok=True)
+            remove_file(self._root / job)

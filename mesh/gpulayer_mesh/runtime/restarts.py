@@ -37,7 +37,7 @@ from gpulayer_mesh.errors import (
     NotFoundError,
     RemoteProtocolError,
 )
-from gpulayer_mesh.files import replace_file
+from gpulayer_mesh.files import make_private, remove_file, replace_file
 from gpulayer_mesh.runtime.agreements import Agreements
 from gpulayer_mesh.runtime.background import Background
 from gpulayer_mesh.runtime.door import DoorRequest, Route
@@ -145,10 +145,10 @@ class Restarts:
 
     def adopt(self) -> None:
         """Take up what an earlier agent watched."""
-        self._watches_dir.mkdir(mode=0o700, exist_ok=True)
-        for path in self._watches_dir.glob(".*"):  # half-written
-            path.unlink()
-        for path in self._watches_dir.iterdir():
+        for path in self._watches_dir.glob("*"):
+            if path.name.startswith("."):  # half-written
+                remove_file(path)
+                continue
             try:
                 plain = wire.unpack(path.read_bytes(), max_bytes=2 * CHAIN_MAX)
                 word = wire.decode_as(_Word, plain)
@@ -156,7 +156,7 @@ class Restarts:
                 self._watch(open_signed(word.spec, self._site.book), word, age_s)
             except (GpuLayerError, OSError) as error:
                 log.warning("job %s is not watched any more: %s", path.name, error)
-                path.unlink(missing_ok=True)
+                remove_file(path)
 
     async def close(self) -> None:
         """End what still runs."""
@@ -461,6 +461,7 @@ class Restarts:
 
     def _note_watch(self, ident: str, word: bytes) -> None:
         try:
+            make_private(self._watches_dir)
             replace_file(self._watches_dir / ident, word, private=True, durable=True)
         except OSError as error:
             raise GpuLayerError(f"cannot note a job to watch: {error}") from error
@@ -501,7 +502,7 @@ class Restarts:
             return
         if watch.task is not None:
             watch.task.cancel()
-        (self._watches_dir / ident).unlink(missing_ok=True)
+        remove_file(self._watches_dir / ident)
 
     async def _listen(self, watch: _Watch, sources: tuple[HostAddress, ...]) -> None:
         """Fetch what the next attempt needs, then wait for the keeper's silence."""
@@ -518,7 +519,7 @@ class Restarts:
             fetching.cancel()
         if self._watches.get(spec.id) is watch:
             del self._watches[spec.id]
-            (self._watches_dir / spec.id).unlink(missing_ok=True)
+            remove_file(self._watches_dir / spec.id)
 
     async def _keeper_is_back(self, watch: _Watch, silent_s: float) -> bool:
         """See to the next attempt; whether the keeper spoke before that was begun."""

@@ -36,6 +36,7 @@ from gpulayer_mesh.core.manifest import (
     validate,
 )
 from gpulayer_mesh.errors import BundleError, GpuLayerError, NotFoundError, RemoteProtocolError
+from gpulayer_mesh.files import remove_file
 
 log = logging.getLogger("gpulayer.store")
 
@@ -68,7 +69,7 @@ class ChunkStore:
         self._waiting: dict[bytes, list[asyncio.Future[None]]] = {}
         self._new.mkdir(parents=True, exist_ok=True, mode=0o700)
         for path in self._new.iterdir():
-            path.unlink()
+            remove_file(path)
 
     def has(self, sha256: bytes) -> bool:
         return self._path(sha256).exists()
