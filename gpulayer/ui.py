@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from gpulayer_mesh.errors import GpuLayerError, NoMeshError, PlacementError
+from gpulayer_mesh.errors import GpuLayerError, NoMeshError, PathsCutError, PlacementError
 
 from gpulayer.views import (
     SGR,
@@ -33,6 +33,7 @@ from gpulayer.views import (
     plan_lines,
     refusal_lines,
     restart_lines,
+    unreached_lines,
 )
 
 if TYPE_CHECKING:
@@ -126,10 +127,10 @@ class Ui:
             self._line(self._err, f"gpulayer: hint: {clean(line)}")
 
     def refusals(self, error: PlacementError) -> None:
-        """Print every node and why it does not count."""
-        for line in refusal_lines(
-            error.refusals, error.counted, self.tables_width - len("gpulayer:   ")
-        ):
+        """Print every node and why it does not count, or who cannot reach whom."""
+        width = self.tables_width - len("gpulayer:   ")
+        lines = unreached_lines(error.unreached, width) if isinstance(error, PathsCutError) else []
+        for line in lines or refusal_lines(error.refusals, error.counted, width):
             self._line(self._err, f"gpulayer:   {line}")
 
     def plan(self, plan: Plan, request: JobRequest, bundle: Bundle, *, here: str = "") -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gpulayer_mesh.core.logrecord import LogRecord
     from gpulayer_mesh.core.placement import Plan
     from gpulayer_mesh.core.types import Blocked, Link, MemberSnapshot, Snapshot
-    from gpulayer_mesh.errors import Refusal
+    from gpulayer_mesh.errors import Refusal, Unreached
 
     from gpulayer.services import Service
 
@@ -366,6 +366,25 @@ def refusal_lines(
     rows = [(name, "yes", "") for name in counted]
     rows += [(r.node, "no" if r.for_ever else "not now", r.reason) for r in refusals]
     return table(("NODE", "COUNTS", "WHY NOT"), rows, width=width, shrink=(0, 2))
+
+
+def unreached_lines(unreached: Sequence[Unreached], width: int = TABLE_WIDTH) -> list[str]:
+    """Return one row per direction in which a job's ranks could not connect."""
+    if not unreached:
+        return []
+    rows = [
+        (
+            one.source,
+            one.target,
+            one.host,
+            ",".join(map(str, one.ports)),
+            one.what,
+            "works" if one.back else "fails too",
+        )
+        for one in unreached
+    ]
+    header = ("FROM", "TO", "ADDRESS", "TCP PORTS", "WHAT HAPPENS", "BACK")
+    return table(header, rows, width=width, shrink=(0, 1, 4))
 
 
 # Jobs

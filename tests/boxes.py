@@ -31,6 +31,7 @@ from gpulayer_mesh.core.jobspec import (
 from gpulayer_mesh.core.lease import Reservations
 from gpulayer_mesh.core.logrecord import RecordParser
 from gpulayer_mesh.core.manifest import Entry, Manifest, pack_manifest
+from gpulayer_mesh.core.reach import NONCE_BYTES, Failed, Opened, Reached, Trouble
 from gpulayer_mesh.core.roster import Roster, RosterBook
 from gpulayer_mesh.core.tickets import Ticket
 from gpulayer_mesh.core.types import (
@@ -54,7 +55,7 @@ from gpulayer_mesh.runtime.ground import Means
 from gpulayer_mesh.runtime.hosting import JobHost, Site
 from gpulayer_mesh.runtime.jobdoor import JobDoor
 from gpulayer_mesh.runtime.livejob import may_launch, open_signed
-from gpulayer_mesh.runtime.preflight import FreePorts, Reached
+from gpulayer_mesh.runtime.preflight import FreePorts
 from gpulayer_mesh.runtime.restarts import Restarts
 from gpulayer_mesh.runtime.restoring import Restoring
 from gpulayer_mesh.runtime.shims import ShimRunner
@@ -393,14 +394,15 @@ class Box:
     async def _missing_imports(self, names: object) -> list[str]:
         return []
 
-    async def _open_preflight(self) -> tuple[int, bytes]:
-        return 1, b"nonce"
+    async def _open_preflight(self, ports: int) -> Opened:
+        return Opened((1,) * ports, bytes(NONCE_BYTES), 1, 65535)
 
     async def _check_preflight(self, targets: Any) -> list[Reached]:
-        nodes = [target["node"] for target in targets]
+        nodes = [target["node"] for target in targets or ()]
         cut = {self.mesh.node(name) for name in self.cut}
+        silent = (Failed("127.0.0.1", 1, Trouble.SILENT, "no answer"),)
         return [
-            Reached(node, error="timed out") if node in cut else Reached(node, ("127.0.0.1",))
+            Reached(node, failed=silent) if node in cut else Reached(node, ("127.0.0.1",))
             for node in nodes
         ]
 

@@ -250,7 +250,9 @@ class Host:
         """Plug the cable in again."""
         _ip("-n", self._switch, "link", "set", self._port, "up")
 
-    def block(self, protocol: str, ports: str = "1:65535") -> None:
+    def block(
+        self, protocol: str, ports: str = "1:65535", sources: Sequence[str] | None = None
+    ) -> None:
         """Drop silently what others send to these ports, as a firewall does.
 
         For tcp only new connections to this host are dropped, so that the answers to its own get
@@ -259,15 +261,25 @@ class Host:
         Args:
             protocol: tcp or udp.
             ports: one port, or first:last.
+            sources: the IPv4 addresses of those others, who get through over IPv6 then.
         """
         new = ["--syn"] if protocol == "tcp" else []
-        self._filter("-A", "INPUT", "-i", "eth0", "-p", protocol, *new, "--dport", ports)
+        rule = ["-A", "INPUT", "-i", "eth0", "-p", protocol, *new, "--dport", ports]
+        if sources is None:
+            self._filter(*rule)
+        for source in sources or ():
+            self._filter4(*rule, "-s", source)
+
+    def lose_packets_above(self, size_bytes: int, sources: Sequence[str]) -> None:
+        """Drop silently all larger TCP packets from these addresses, and tell nobody of an MTU."""
+        for source in sources:
+            rule = ["-A", "INPUT", "-i", "eth0", "-p", "tcp", "-s", source]
+            self._filter4(*rule, "-m", "length", "--length", f"{size_bytes + 1}:65535")
 
     def deafen(self, port: str, sources: Sequence[str]) -> None:
         """Drop silently all that these addresses send to a TCP port, open connections included."""
         for source in sources:
-            rule = ["-A", "INPUT", "-i", "eth0", "-s", source, "-p", "tcp", "--dport", port]
-            _run("ip", "netns", "exec", self.namespace, "iptables", "-w", *rule, "-j", "DROP")
+            self._filter4("-A", "INPUT", "-i", "eth0", "-s", source, "-p", "tcp", "--dport", port)
 
     def keep_only(self, port: str, sources: Sequence[str]) -> None:
         """Drop silently all TCP from these addresses but that of one port, at either end."""
@@ -299,6 +311,9 @@ class Host:
     def _filter(self, *rule: str) -> None:
         for tool in ("iptables", "ip6tables"):
             _run("ip", "netns", "exec", self.namespace, tool, "-w", *rule, "-j", "DROP")
+
+    def _filter4(self, *rule: str) -> None:
+        _run("ip", "netns", "exec", self.namespace, "iptables", "-w", *rule, "-j", "DROP")
 
     def _set_up(self) -> None:
         for name in ("home", "tmp", "logs"):

@@ -1,6 +1,6 @@
 """A job on its way from a signed spec to its start: its steps, and what an error gives back.
 
-Besides, who gets which chunk, which address and which error.
+Besides, who gets which chunk and which error.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from gpulayer_mesh import starting
 from gpulayer_mesh.core import wire
-from gpulayer_mesh.core.jobspec import JobRecord, JobState
+from gpulayer_mesh.core.jobspec import GoOrder, JobRecord, JobState
+from gpulayer_mesh.core.reach import Failed, Opened, Reached, Target, Trouble
 from gpulayer_mesh.core.types import Address, Addresses
 from gpulayer_mesh.errors import PathsCutError, PlacementBusyError, TransportError
 from job_cases import node, spec
@@ -29,6 +30,8 @@ class Boxes:
         self.steps: list[str] = []  # without renewals
         self.reserved = [0, 0]
         self.renewed = asyncio.Event()  # each of them twice
+        self.targets: list[Target] = []
+        self.ordered: GoOrder | None = None
         self.slow = ""  # a step that takes until then, and fails
 
     def addresses(self, which: str) -> Addresses:
@@ -59,12 +62,19 @@ class Boxes:
             await self.until_renewed()
         answers: dict[str, Any] = {
             "manifest": {"missing": CHUNKS[box:]},
-            "open": {"port": 40000, "nonce": b"", "missing": []},
-            "check": [{"node": node(1 - box), "hosts": [f"10.0.0.{1 - box}"], "error": ""}],
+            "open": Opened((40000, 50000), bytes(16), 32768, 60999),
             "port": {"port": 29400},
-            "go": wire.unpack(wire.pack(RECORD)),
+            "go": RECORD,
         }
-        return answers.get(step)
+        if step == "check":
+            self.targets += body["targets"]
+            answers["check"] = [self.reached(box, target) for target in body["targets"]]
+        elif step == "go":
+            self.ordered = body
+        return wire.unpack(wire.pack(answers.get(step)))
+
+    def reached(self, box: int, target: Target) -> Reached:
+        return Reached(target.node, target.hosts)
 
     async def until_renewed(self) -> None:
         async with asyncio.timeout(20):
@@ -102,7 +112,7 @@ async def test_job_is_staged_prepared_and_checked_before_it_goes() -> None:
     assert sorted(boxes.steps[:6]) == sorted(staged)  # box 1 had the third chunk
     assert boxes.steps[6:] == [
         "before",
-        *("open 0", "open 1", "check 0", "check 1", "port 0"),
+        *("open 0", "open 1", "check 0", "check 1", "check 0", "check 1", "port 0"),
         "go 0",
     ]
 
@@ -168,61 +178,47 @@ def test_chunks_that_a_node_has_are_not_uploaded() -> None:
     assert [chunk for chunk, _ in uploads] == chunks[1:]
 
 
-def test_address_must_be_reached_by_all() -> None:
-    lan, overlay = "10.0.0.1", "100.64.0.1"
-    reached = {
-        (1, "a"): {"hosts": [overlay, lan], "error": ""},
-        (2, "a"): {"hosts": [lan], "error": ""},
-        (0, "b"): {"hosts": ["10.0.0.2"], "error": ""},
-        (2, "b"): {"hosts": ["10.0.0.2"], "error": ""},
-        (0, "c"): {"hosts": ["10.0.0.3"], "error": ""},
-        (1, "c"): {"hosts": ["10.0.0.3"], "error": ""},
-    }
-    hosts, *wrong = starting.common_hosts(["a", "b", "c"], ["A", "B", "C"], reached)
-    assert (hosts, wrong) == ([lan, "10.0.0.2", "10.0.0.3"], [[], []])
+async def test_address_that_answers_and_carries_nothing_gives_way_to_another() -> None:
+    class Tunnel(Boxes):
+        """The first address of box 0 answers, and full packets to it are lost."""
 
+        def addresses(self, which: str) -> Addresses:
+            return (Address("10.8.0.1", 4000), *super().addresses(which))
 
-def test_one_way_block_names_both_ends() -> None:
-    reached = {
-        (1, "a"): {"hosts": [], "error": "10.0.0.1 port 40000: timed out"},
-        (0, "b"): {"hosts": ["10.0.0.2"], "error": ""},
-    }
-    _, problems, pairs = starting.common_hosts(["a", "b"], ["A", "B"], reached)
-    assert [(p.node, p.for_ever) for p in problems] == [("B", False)]
-    assert problems[0].reason == "cannot connect to A: 10.0.0.1 port 40000: timed out"
-    assert pairs == [("b", "a")]
+        def reached(self, box: int, target: Target) -> Reached:
+            if target.bulk_bytes and target.hosts == ("10.8.0.1",):
+                lost = Failed("10.8.0.1", target.ports[0], Trouble.STALLED, "stops")
+                return Reached(target.node, failed=(lost,))
+            return Reached(target.node, target.hosts)
 
-
-def test_addresses_without_a_common_one_are_refused() -> None:
-    reached = {
-        (1, "a"): {"hosts": ["10.0.0.1"], "error": ""},
-        (2, "a"): {"hosts": ["10.1.0.1"], "error": ""},
-        **{
-            (i, n): {"hosts": ["x"], "error": ""}
-            for i, n in [(0, "b"), (2, "b"), (0, "c"), (1, "c")]
-        },
-    }
-    _, problems, pairs = starting.common_hosts(["a", "b", "c"], ["A", "B", "C"], reached)
-    assert [p.node for p in problems] == ["A"]
-    assert pairs == [("c", "a")]
-
-
-async def test_nodes_that_do_not_reach_each_other_are_told_apart_before_anything_is_staged() -> (
-    None
-):
-    class Cut(Boxes):
-        async def call(self, which: str, method: str, path: str, *rest: Any, **more: Any) -> Any:
-            answer = await super().call(which, method, path, *rest, **more)
-            if path.endswith("/check") and which == node(1):
-                return [{"node": node(0), "hosts": [], "error": "10.0.0.0 port 40000: timed out"}]
-            return answer
-
-    boxes = Boxes()
-    await starting.meet(boxes, SPEC)
-    assert boxes.steps == ["open 0", "open 1", "check 0", "check 1"]
-    with pytest.raises(PathsCutError) as caught:
-        await starting.meet(Cut(), SPEC)
-    assert caught.value.pairs == ((node(1), node(0)),)
-    assert [(r.node, r.reason) for r in caught.value.refusals] == [
-        ("box-1", "cannot connect to box-0: 10.0.0.0 port 40000: timed out")
+    boxes = Tunnel()
+    await boxes.start()
+    assert boxes.ordered is not None
+    assert boxes.ordered.peer_hosts == ("10.0.0.0", "10.0.0.1")
+    sent = [(target.hosts, target.ports) for target in boxes.targets if target.bulk_bytes]
+    assert sent[-3:] == [
+        (("10.0.0.0",), (40000, 50000)),
+        (("10.0.0.1",), (40000, 50000)),
+        (("10.0.0.0",), (40000, 50000)),
     ]
+    assert {target.bulk_bytes for target in boxes.targets} == {0, 1024 * 1024}
+
+
+async def test_pair_that_is_cut_is_refused_and_nothing_stays_reserved() -> None:
+    class OneWay(Boxes):
+        def reached(self, box: int, target: Target) -> Reached:
+            if box == 1:
+                said = Failed(target.hosts[0], target.ports[0], Trouble.SILENT, "no answer")
+                return Reached(target.node, failed=(said,))
+            return Reached(target.node, target.hosts)
+
+    await starting.meet(Boxes(), SPEC)
+    with pytest.raises(PathsCutError):  # before anything is staged
+        await starting.meet(OneWay(), SPEC)
+    boxes = OneWay()
+    with pytest.raises(PathsCutError, match="cannot all reach each other") as caught:
+        await boxes.start()
+    assert caught.value.pairs == ((node(1), node(0)),)
+    (cut,) = caught.value.unreached
+    assert (cut.source, cut.target, cut.back) == ("box-1", "box-0", True)
+    assert boxes.steps[-2:] == ["release 0", "release 1"]

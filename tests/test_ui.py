@@ -41,7 +41,13 @@ from gpulayer_mesh.core.types import (
     Snapshot,
     TorchAbilities,
 )
-from gpulayer_mesh.errors import GpuLayerError, PlacementError, Refusal
+from gpulayer_mesh.errors import (
+    GpuLayerError,
+    PathsCutError,
+    PlacementError,
+    Refusal,
+    Unreached,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -338,6 +344,26 @@ def test_refused_placement_lists_every_node_and_why() -> None:
     assert "no CUDA device" in lines[2]
     assert lines[-1] == "gpulayer: hint: ask for less"
     assert max(map(len, lines)) <= 100
+
+
+def test_paths_that_are_cut_are_one_table_with_direction_ports_and_remedy() -> None:
+    cut = Unreached("box-1", "box-2", "10.0.0.2", (33012, 45001, 57000), "no answer in 2.0 s", True)
+    both = Unreached("box-1", "box-3", "", (), "it has told no address", False)
+    error = PathsCutError(
+        "the nodes cannot all reach each other",
+        pairs=(),
+        refusals=(Refusal("box-1", "cannot connect", False),),
+        unreached=(cut, both),
+        hint="first\nsecond",
+    )
+    assert words(error) == [
+        "gpulayer: error: the nodes cannot all reach each other",
+        "gpulayer:   FROM   TO     ADDRESS   TCP PORTS          WHAT HAPPENS            BACK",
+        "gpulayer:   box-1  box-2  10.0.0.2  33012,45001,57000  no answer in 2.0 s      works",
+        "gpulayer:   box-1  box-3                               it has told no address  fails too",
+        "gpulayer: hint: first",
+        "gpulayer: hint: second",
+    ]
 
 
 # --- jobs ----------------------------------------------------------------------------------------

@@ -119,6 +119,18 @@ class Refusal:
     for_ever: bool  # True: no wait can change it; False: only busy now
 
 
+@dataclass(frozen=True, slots=True)
+class Unreached:
+    """One direction between two nodes of a job that its ranks cannot use."""
+
+    source: str  # name of who tried to connect
+    target: str
+    host: str  # the address that was tried; "" if there was none
+    ports: tuple[int, ...]  # TCP, of the target
+    what: str  # a clause: "no answer in 2.0 s"
+    back: bool  # whether the target reaches the source
+
+
 class PlacementError(GpuLayerError):
     """A request cannot be placed; carries every node's reason, and who would have counted."""
 
@@ -148,6 +160,7 @@ class PathsCutError(PlacementError):
 
     Args:
         pairs: ids of nodes that were found cut: who connects, and to whom.
+        unreached: the same for people; without those that would only need another address.
     """
 
     def __init__(
@@ -156,10 +169,12 @@ class PathsCutError(PlacementError):
         *,
         pairs: tuple[tuple[str, str], ...],
         refusals: tuple[Refusal, ...] = (),
+        unreached: tuple[Unreached, ...] = (),
         hint: str | None = None,
     ) -> None:
         super().__init__(message, refusals=refusals, hint=hint)
         self.pairs = pairs
+        self.unreached = unreached
 
 
 class StoppedError(GpuLayerError):

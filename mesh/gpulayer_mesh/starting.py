@@ -12,16 +12,18 @@ import contextlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
-from gpulayer_mesh.core import wire
+from gpulayer_mesh.core import reach, wire
 from gpulayer_mesh.core.jobspec import GoOrder, HostAddress, JobRecord, JobSpec
+from gpulayer_mesh.core.reach import BULK_BYTES, Opened, Peer, Reached, Target
 from gpulayer_mesh.core.types import Addresses, NodeId
-from gpulayer_mesh.errors import GpuLayerError, PathsCutError, PlacementError, Refusal
+from gpulayer_mesh.errors import GpuLayerError, PlacementError, Refusal, RemoteProtocolError
 from gpulayer_mesh.groups import first_error, together
 
 T = TypeVar("T")
 
 RPC_S = 10.0  # one answer from a healthy agent takes milliseconds; a swapping one, seconds
 PREFLIGHT_S = 15.0  # 2 s for the dials, the rest for `find_spec` on a cold disk
+BULK_S = 30.0  # on top of it: a third of a megabyte at 16 kB/s, the slowest that is no failure
 STAGE_FLOOR_BYTES_S = 500_000  # slowest link worth training over; a deadline, not a promise
 STAGE_S = 60.0  # on top of the transfer: unpacking 100,000 files
 CHUNK_S = 120.0  # to upload one, on a slow link that others share
@@ -250,14 +252,14 @@ async def preflight(caller: Caller, spec: JobSpec, secrets: Mapping[str, str]) -
     """Prove before the start that imports resolve and that every pair of nodes can connect.
 
     Raises:
-        PlacementError, PathsCutError: names each node and what is wrong with it.
+        PlacementError: names each node and what is wrong with it.
+        PathsCutError: names each pair that cannot.
     """
-    nodes = [slot.node for slot in spec.slots]
     opened = await _open(caller, spec)
     lacking = [
-        Refusal(slot.name, "cannot import " + ", ".join(answer["missing"]), for_ever=True)
-        for slot, answer in zip(spec.slots, opened, strict=True)
-        if answer["missing"]
+        Refusal(slot.name, "cannot import " + ", ".join(one.missing), for_ever=True)
+        for slot, one in zip(spec.slots, opened, strict=True)
+        if one.missing
     ]
     if lacking:
         raise PlacementError(
@@ -265,8 +267,9 @@ async def preflight(caller: Caller, spec: JobSpec, secrets: Mapping[str, str]) -
             refusals=tuple(lacking),
             hint="pip install them into the environment of gpulayer-agent on those machines",
         )
-    hosts = ["127.0.0.1"] if len(nodes) == 1 else await _meet(caller, spec, opened)
-    port = await caller.call(nodes[0], "POST", f"/v1/jobs/{spec.id}/port", {"host": hosts[0]})
+    hosts = ["127.0.0.1"] if len(opened) == 1 else await _meet(caller, spec, opened)
+    path = f"/v1/jobs/{spec.id}/port"
+    port = await caller.call(spec.slots[0].node, "POST", path, {"host": hosts[0]})
     return GoOrder(hosts[0], port["port"], tuple(hosts), dict(secrets))
 
 
@@ -274,89 +277,90 @@ async def meet(caller: Caller, spec: JobSpec) -> None:
     """Prove that every pair of a reserved job's nodes can connect now; nothing has to be staged.
 
     Raises:
-        PathsCutError: names each node and what is wrong with it.
+        PathsCutError: names each pair that cannot.
     """
     if len(spec.slots) > 1:
         await _meet(caller, spec, await _open(caller, spec))
 
 
-async def _open(caller: Caller, spec: JobSpec) -> list[Any]:
+async def _open(caller: Caller, spec: JobSpec) -> list[Opened]:
     """Have every node listen for a while, and say what it cannot import."""
     path = f"/v1/jobs/{spec.id}/preflight/open"
-    return await _on_all(
-        spec,
-        lambda i: caller.call(spec.slots[i].node, "POST", path, {}, deadline_s=PREFLIGHT_S),
-    )
+
+    async def one(i: int) -> Opened:
+        plain = await caller.call(spec.slots[i].node, "POST", path, {}, deadline_s=PREFLIGHT_S)
+        return wire.decode_as(Opened, plain)
+
+    return await _on_all(spec, one)
 
 
-async def _meet(caller: Caller, spec: JobSpec, opened: Sequence[Any]) -> list[str]:
-    """Return for each node an address that all others have reached."""
-    nodes = [slot.node for slot in spec.slots]
-    targets = [
-        {
-            "node": node,
-            "hosts": [address.host for address in caller.addresses(node)],
-            "port": answer["port"],
-            "nonce": answer["nonce"],
-        }
-        for node, answer in zip(nodes, opened, strict=True)
-    ]
-    found = await _on_all(
-        spec,
-        lambda i: caller.call(
-            nodes[i],
-            "POST",
-            f"/v1/jobs/{spec.id}/preflight/check",
-            {"targets": [t for j, t in enumerate(targets) if j != i]},
-            deadline_s=PREFLIGHT_S,
-        ),
-    )
-    reached = {(i, answer["node"]): answer for i, answers in enumerate(found) for answer in answers}
-    hosts, problems, pairs = common_hosts(nodes, [slot.name for slot in spec.slots], reached)
-    if problems:
-        raise PathsCutError(
-            "the nodes cannot all reach each other",
-            pairs=tuple(pairs),
-            refusals=tuple(problems),
-            hint="open TCP ports 1024-65535 between these machines, both ways; gloo and nccl "
-            "connect on ephemeral ports",
-        )
-    return hosts
+async def _meet(caller: Caller, spec: JobSpec, opened: Sequence[Opened]) -> list[str]:
+    """Return for each node an address over which all others can send to it.
 
-
-def common_hosts(
-    nodes: Sequence[NodeId],
-    names: Sequence[str],
-    reached: Mapping[tuple[int, NodeId], Mapping[str, Any]],
-) -> tuple[list[str], list[Refusal], list[tuple[NodeId, NodeId]]]:
-    """Choose for each node one address that every other node reached.
-
-    `reached[i, node]` is what slot i found out about `node`: `hosts` that answered, or `error`.
-
-    Returns:
-        The addresses, what is wrong where there is none, and between whom: who did not reach whom.
+    Raises:
+        PathsCutError: there is none.
     """
-    hosts: list[str] = []
-    problems: list[Refusal] = []
-    pairs: list[tuple[NodeId, NodeId]] = []
-    nothing = {"hosts": [], "error": "no answer"}
-    for j, node in enumerate(nodes):
-        seen = {i: reached.get((i, node), nothing) for i in range(len(nodes)) if i != j}
-        silent = [i for i, answer in seen.items() if not answer["hosts"]]
-        problems += [
-            Refusal(names[i], f"cannot connect to {names[j]}: {seen[i]['error']}", False)
-            for i in silent
-        ]
-        pairs += [(nodes[i], node) for i in silent]
-        lists = {i: answer["hosts"] for i, answer in seen.items() if answer["hosts"]}
-        if not lists:
-            continue
-        first = next(iter(lists.values()))
-        known = dict.fromkeys((*first, *(host for others in lists.values() for host in others)))
-        best = max(known, key=lambda host: sum(host in others for others in lists.values()))
-        apart = [i for i, others in lists.items() if best not in others]
-        if apart:
-            problems.append(Refusal(names[j], "has no address that all others can reach", False))
-            pairs += [(nodes[i], node) for i in apart]
-        hosts.append(best)
-    return hosts, problems, pairs
+    addresses = [tuple(a.host for a in caller.addresses(slot.node)) for slot in spec.slots]
+    answered = reach.pairs(len(opened))
+    paths = await _try(
+        caller,
+        spec,
+        {
+            (i, j): Target(spec.slots[j].node, addresses[j], opened[j].ports[:1], opened[j].nonce)
+            for i, j in answered
+        },
+    )
+    proven: set[tuple[int, int, str]] = set()
+    # As often as a node has addresses that answer and then carry nothing; mostly once.
+    while all(hosts := reach.common_hosts(paths, len(opened))):
+        carried = await _try(
+            caller,
+            spec,
+            {
+                (i, j): Target(
+                    spec.slots[j].node, (hosts[j],), opened[j].ports, opened[j].nonce, BULK_BYTES
+                )
+                for i, j in answered
+                if (i, j, hosts[j]) not in proven
+            },
+        )
+        proven |= {(i, j, hosts[j]) for (i, j), one in carried.items() if one.hosts}
+        lost = {
+            (i, j): reach.without(paths[i, j], hosts[j], one)
+            for (i, j), one in carried.items()
+            if not one.hosts
+        }
+        if not lost:
+            return hosts
+        paths |= lost
+    raise reach.refusal(
+        [
+            Peer(slot.node, slot.name, next(iter(hosts), ""), one.first_port, one.last_port)
+            for slot, hosts, one in zip(spec.slots, addresses, opened, strict=True)
+        ],
+        paths,
+    )
+
+
+async def _try(
+    caller: Caller, spec: JobSpec, targets: Mapping[tuple[int, int], Target]
+) -> dict[tuple[int, int], Reached]:
+    """Have each node try its targets, all at once."""
+    limit_s = PREFLIGHT_S + BULK_S * (1 + len(spec.slots) // reach.AT_ONCE)
+
+    async def one(i: int) -> dict[tuple[int, int], Reached]:
+        keys = [key for key in targets if key[0] == i]
+        if not keys:
+            return {}
+        body = {"targets": [targets[key] for key in keys]}
+        path = f"/v1/jobs/{spec.id}/preflight/check"
+        plain = await caller.call(spec.slots[i].node, "POST", path, body, deadline_s=limit_s)
+        found = wire.decode_as(tuple[Reached, ...], plain)
+        if [one.node for one in found] != [targets[key].node for key in keys]:
+            raise RemoteProtocolError(f"{spec.slots[i].name} answered for other nodes than asked")
+        return dict(zip(keys, found, strict=True))
+
+    found = {}
+    for some in await _on_all(spec, one):
+        found.update(some)
+    return found

@@ -93,21 +93,59 @@ def test_mesh_works_where_udp_is_blocked_and_says_so(mesh: LanMesh) -> None:
     until(lambda: mesh.state(box.name) == "alive", 20)
 
 
+def refused_before_the_start(mesh: LanMesh) -> str:
+    """Run a job on all boxes that may not start; return what was said, with single spaces."""
+    started = time.monotonic()
+    done = mesh.laptop.run(
+        [GPULAYER, "run", "--nodes", "3", "--", "python", "-c", "print('started')"], timeout=60
+    )
+    print(f"refused after {time.monotonic() - started:.1f} s\n{done.stderr}")
+    assert done.returncode == 3, done.stderr
+    assert "started" not in done.stdout
+    assert "error: the nodes cannot all reach each other" in done.stderr
+    return re.sub(" +", " ", done.stderr)
+
+
 def test_blocked_ephemeral_ports_are_named_before_the_start(mesh: LanMesh) -> None:
     box = mesh.boxes[1]
     box.block("tcp", "32768:60999")  # Linux's ephemeral range; the agents' own port is open
     try:
-        started = time.monotonic()
-        done = mesh.laptop.run(
-            [GPULAYER, "run", "--nodes", "3", "--", "python", "-c", "print('started')"], timeout=60
-        )
-        took = time.monotonic() - started
+        said = refused_before_the_start(mesh)
     finally:
         box.clear()
-    assert done.returncode == 3, done.stderr
-    assert "started" not in done.stdout
-    assert f"cannot connect to {box.name}" in done.stderr
-    print(f"refused after {took:.1f} s")
+    for other in (mesh.boxes[0], mesh.boxes[2]):
+        row = rf"{other.name} {box.name} {box.address} \d+ no answer in 2.0 s works"
+        assert re.search(row, said)
+        assert f"{other.name} ({other.address})" in said
+    assert f"hint: on {box.name}, let TCP ports 32768-60999 in from" in said
+
+
+def test_ports_blocked_for_one_peer_are_named_with_their_direction(mesh: LanMesh) -> None:
+    """A firewall that lets some of them through is found as well."""
+    box, other = mesh.boxes[0], mesh.boxes[2]
+    box.block("tcp", "51600:60999", sources=[other.address])
+    try:
+        said = refused_before_the_start(mesh)
+    finally:
+        box.clear()
+    rows = re.findall(r"(\S+) (\S+) (\S+) (\d+) no answer in 2.0 s (works|fails too)", said)
+    ((source, target, address, port, back),) = rows
+    assert (source, target, address, back) == (other.name, box.name, box.address, "works")
+    assert 51600 <= int(port) <= 60999
+    assert f"from {other.name} ({other.address})" in said
+
+
+def test_path_that_loses_full_packets_is_named_before_the_start(mesh: LanMesh) -> None:
+    """As a tunnel does whose MTU nobody was told: a handshake fits, and nothing after it."""
+    box, other = mesh.boxes[0], mesh.boxes[1]
+    box.lose_packets_above(1400, sources=[other.address])
+    try:
+        said = refused_before_the_start(mesh)
+    finally:
+        box.clear()
+    row = rf"{other.name} {box.name} {box.address} [\d,]+ stops after 0 of 341 KiB works"
+    assert re.search(row, said)
+    assert f"full packets are lost from {other.name} to {box.name}: lower the MTU" in said
 
 
 def test_box_that_the_others_cannot_reach_is_left_out_of_a_job_that_can_do_without(

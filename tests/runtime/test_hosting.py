@@ -630,7 +630,7 @@ async def test_connection_without_an_answer_fails_the_job_if_new_ones_do_not_get
         dialled.add((host, port))
         return dial
 
-    async def refuse() -> tuple[int, bytes]:
+    async def refuse(ports: int) -> object:
         raise RemoteProtocolError("not now")
 
     first, second = await running(mesh, mesh.spec("box-0", "box-1", code=WAITS))

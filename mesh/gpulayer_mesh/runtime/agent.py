@@ -21,7 +21,7 @@ from typing import Any, assert_never
 import gpulayer_mesh
 from gpulayer_mesh import config as configuration
 from gpulayer_mesh.config import AgentConfig
-from gpulayer_mesh.core import swim, wire
+from gpulayer_mesh.core import reach, swim, wire
 from gpulayer_mesh.core.devicecare import DeviceCare
 from gpulayer_mesh.core.gossip_codec import Codec
 from gpulayer_mesh.core.jobspec import JobSpec
@@ -434,12 +434,12 @@ class Agent:
             swim.LocalChanged(self.name, self.config.zone, self._addresses(), self._caps_version)
         )
 
-    async def _open_preflight(self) -> tuple[int, bytes]:
+    async def _open_preflight(self, ports: int) -> reach.Opened:
         # Read afresh: the watch may not have seen yet that a cable is back.
         current = nics.announce_addresses(nics.list_interfaces(), self.port)
         hosts = self.config.bind or [address.host for address in current]
-        port = await preflight.PreflightPort.open(list(hosts))
-        return port.port, port.nonce
+        port = await preflight.PreflightPort.open(list(hosts), ports=ports)
+        return reach.Opened(port.ports, port.nonce, *preflight.ephemeral_range())
 
     # --- what members may ask --------------------------------------------------------------------
 
@@ -494,8 +494,8 @@ def _is_loopback(host: str) -> bool:
     return host == "::1" or host.startswith("127.")
 
 
-async def _check_preflight(targets: Any) -> list[preflight.Reached]:
-    wanted = wire.decode_as(tuple[preflight.Target, ...], targets)
+async def _check_preflight(targets: Any) -> list[reach.Reached]:
+    wanted = wire.decode_as(tuple[reach.Target, ...], targets)
     return await preflight.check(wanted[:TARGETS_MAX])
 
 

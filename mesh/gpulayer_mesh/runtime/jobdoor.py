@@ -29,6 +29,7 @@ from gpulayer_mesh.core.jobspec import (
     Outputs,
 )
 from gpulayer_mesh.core.manifest import CHUNK_BYTES, check_path, open_manifest
+from gpulayer_mesh.core.reach import PORTS, Opened
 from gpulayer_mesh.core.restoring import RestoreOrder
 from gpulayer_mesh.core.roster import RosterBook
 from gpulayer_mesh.core.tickets import RESTART, Standing, Ticket
@@ -89,7 +90,7 @@ class JobDoor:
 
     Args:
         missing_imports: which of these modules the ranks' interpreter does not have.
-        open_preflight: open a listener; its port and nonce.
+        open_preflight: listen on so many ports.
         check_preflight: connect to other nodes' listeners.
         restoring: brings what the attempt before has made.
         restarts: what follows a job, or ends it where the keeper does not answer.
@@ -101,7 +102,7 @@ class JobDoor:
         *,
         ports: FreePorts,
         missing_imports: Callable[[Iterable[str]], Awaitable[list[str]]],
-        open_preflight: Callable[[], Awaitable[tuple[int, bytes]]],
+        open_preflight: Callable[[int], Awaitable[Opened]],
         check_preflight: Callable[[Any], Awaitable[Any]],
         restoring: Restoring,
         restarts: Restarts,
@@ -136,7 +137,7 @@ class JobDoor:
             Route("POST", one + "/stage", self.stage, None, large),
             Route("POST", one + "/restore", self.restore, None, large),
             Route("POST", one + "/preflight/open", self.preflight_open),
-            Route("POST", one + "/preflight/check", self.preflight_check),
+            Route("POST", one + "/preflight/check", self.preflight_check, None, order),
             Route("POST", one + "/port", self.free_port),
             Route("POST", one + "/path", self.open_path),
             Route("POST", one + "/go", self.go, None, order),
@@ -284,16 +285,15 @@ class JobDoor:
             )
         return one.report()
 
-    async def preflight_open(self, request: DoorRequest) -> dict[str, Any]:
+    async def preflight_open(self, request: DoorRequest) -> Opened:
         one = self._started(request)
         self._host.touch(one)
-        port, nonce = await self._open_preflight()
         missing = await self._missing_imports(one.spec.imports) if one.spec.python else []
-        return {"port": port, "nonce": nonce, "missing": missing}
+        return replace(await self._open_preflight(PORTS), missing=tuple(missing))
 
     async def preflight_check(self, request: DoorRequest) -> Any:
         self._host.touch(self._started(request))
-        body = wire.unpack(request.body)
+        body = wire.unpack(request.body, max_bytes=wire.SPEC_MAX)
         return await self._check_preflight(body.get("targets") if isinstance(body, dict) else ())
 
     async def free_port(self, request: DoorRequest) -> dict[str, Any]:
@@ -339,8 +339,8 @@ class JobDoor:
     async def open_path(self, request: DoorRequest) -> OpenedPath:
         """Listen for a moment, for a participant whose ranks get no answer from here."""
         _only(request, *self._job(request).participants)
-        port, _ = await self._open_preflight()
-        return OpenedPath(port)
+        opened = await self._open_preflight(1)
+        return OpenedPath(opened.ports[0])
 
     async def halt(self, request: DoorRequest) -> HostReport:
         """The keeper ends this node's ranks."""
