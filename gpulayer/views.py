@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpulayer_mesh.client import Queued
+    from gpulayer_mesh.core.diagnosis import Report
     from gpulayer_mesh.core.jobspec import Failure, JobRecord, JobSpec, RankStatus
     from gpulayer_mesh.core.logrecord import LogRecord
     from gpulayer_mesh.core.placement import Plan
@@ -700,3 +701,48 @@ def _ending(status: RankStatus) -> str:
     if status.no_result:
         return "ended without a result"
     return "finished" if status.exit_code == 0 else f"exit code {status.exit_code}"
+
+
+# The doctor
+
+
+def report_lines(report: Report, here: str) -> list[str]:
+    """Return what `gpulayer doctor` prints: each verdict with its fix, then what was looked at.
+
+    Args:
+        here: what this machine is called.
+    """
+    lines = []
+    for verdict in report.verdicts:
+        where = verdict.subject or here
+        lines.append(f"{verdict.severity}: {verdict.name} on {where}: {verdict.finding}")
+        lines.append(f"  fix: {verdict.fix}")
+    if not report.verdicts:
+        lines.append("nothing is wrong")
+    lines.append(f"checked: {', '.join(report.checked) or 'nothing'}")
+    for why in dict.fromkeys(report.unchecked.values()):
+        checks = [check for check, other in report.unchecked.items() if other == why]
+        lines.append(f"not checked: {', '.join(checks)}: {why}")
+    return [clean(line) for line in lines]
+
+
+def report_json(report: Report, here: str, *, took_s: float) -> dict[str, Any]:
+    """Return what `gpulayer doctor --json` prints."""
+    return {
+        "schema": SCHEMA,
+        "here": here,
+        "verdicts": [
+            {
+                "name": verdict.name.value,
+                "severity": verdict.severity.value,
+                "node": verdict.subject or here,
+                "here": not verdict.subject,
+                "finding": verdict.finding,
+                "fix": verdict.fix,
+            }
+            for verdict in report.verdicts
+        ],
+        "checked": [check.value for check in report.checked],
+        "unchecked": {check.value: why for check, why in report.unchecked.items()},
+        "took_s": round(took_s, 3),
+    }

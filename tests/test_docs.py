@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 from gpulayer_mesh.config import DEFAULT_PORT, agent_config
+from gpulayer_mesh.core.diagnosis import Named
 from gpulayer_mesh.errors import ExitCode
 
 from gpulayer import cli
@@ -254,6 +255,13 @@ def test_sentences_that_help_is_offered_for_are_said_by_the_code() -> None:
     for row in first_column(section("docs/lan.md", "When it does not work")):
         for sentence in set(row) - others:
             assert any(sentence in text for text in said), sentence
+
+
+def test_every_verdict_of_the_doctor_has_its_symptom_and_its_fix() -> None:
+    rows = re.findall(
+        r"^\| (.*?) \| `(.*?)` \| (.+) \|$", section("docs/doctor.md", "By symptom"), re.M
+    )
+    assert sorted(name for _, name, _ in rows) == sorted(Named)
 
 
 # --- Python --------------------------------------------------------------------------------------

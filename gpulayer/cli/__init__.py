@@ -101,6 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_jobs(commands)
     _add_service(_add(commands, "service", "keep a process running: run, list, stop, connect"))
+    text = "say what is wrong with this machine and its mesh, and how to put it right"
+    _json(_add(commands, "doctor", text, "doctor", "doctor"))
     return parser
 
 

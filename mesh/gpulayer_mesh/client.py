@@ -119,7 +119,7 @@ class MeshClient:
             )
         client = cls(home, identity, mesh)
         try:
-            await client._find_entry(deadline_s)
+            await client.find_entry(deadline_s)
         except BaseException:
             await client.close()
             raise
@@ -195,7 +195,12 @@ class MeshClient:
             self._take_roster(signed)
         return snapshot
 
-    async def _find_entry(self, deadline_s: float) -> None:
+    async def find_entry(self, deadline_s: float) -> None:
+        """Find a member that answers, as `connect` does.
+
+        Raises:
+            DiscoveryError, NotAllowedError: as `connect`.
+        """
         tries: set[asyncio.Task[Any]] = set()
         give_up = time.monotonic() + deadline_s
 
@@ -285,7 +290,7 @@ class MeshClient:
         Raises:
             DiscoveryError, NotAllowedError: as `connect`.
         """
-        await self._find_entry(RETRY_FIND_S)
+        await self.find_entry(RETRY_FIND_S)
 
     # -- the queue -------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ COMMANDS = [
     [],
     ["mesh"],
     *(["mesh", name] for name in ("create", "invite", "join", "status", "remove", "local")),
-    *([name] for name in ("run", "jobs", "logs", "attach", "stop", "get")),
+    *([name] for name in ("run", "jobs", "logs", "attach", "stop", "get", "doctor")),
 ]
 
 
@@ -107,7 +107,7 @@ def test_help_comes_at_once_and_imports_nothing_heavy(command: list[str]) -> Non
         (["mesh", "local", "--", "surely-no-such-command"], "cannot find the command"),
         (["logs", "k7f2", "--rank", "one"], "is not a list of ranks"),
         (["jobs", "--", "x"], "`--` only belongs in front of a command to run"),
-        (["doctor"], "invalid choice: 'doctor'"),
+        (["doctor", "box-1"], "unrecognized arguments: box-1"),
     ],
 )
 def test_usage_error_exits_2_with_one_error_line(

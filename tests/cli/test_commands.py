@@ -100,6 +100,20 @@ def test_status_json_says_what_every_node_has(gpulayer: Callable[..., Done]) -> 
         assert node["jobs"] == []
 
 
+def test_doctor_finds_nothing_wrong_with_a_healthy_mesh(gpulayer: Callable[..., Done]) -> None:
+    done = gpulayer("doctor", "--json")
+    plain = json.loads(done.out)
+    assert (plain["schema"], plain["here"]) == (1, "laptop")
+    # What the machine that runs this lacks is no fault of the mesh.
+    own = {"disk-full", "shared-memory-small", "multicast-blocked", "port-taken"}
+    own |= {"container-without-multicast", "wsl-nat"}
+    found = {verdict["name"] for verdict in plain["verdicts"] if not verdict["here"]}
+    assert found <= own
+    assert {"members", "pairs", "clock", "identity"} <= set(plain["checked"])
+    errors = [verdict for verdict in plain["verdicts"] if verdict["severity"] == "error"]
+    assert done.code == bool(errors)
+
+
 def test_watching_status_without_a_terminal_repeats_it(mesh: LocalMesh) -> None:
     watch = subprocess.Popen(
         [sys.executable, "-m", "gpulayer.cli", "mesh", "status", "--watch", "--json"],

@@ -23,6 +23,7 @@ from gpulayer_mesh import config as configuration
 from gpulayer_mesh.config import AgentConfig
 from gpulayer_mesh.core import reach, swim, wire
 from gpulayer_mesh.core.devicecare import DeviceCare
+from gpulayer_mesh.core.diagnosis import Health, ReachAnswer, ReachAsked
 from gpulayer_mesh.core.gossip_codec import Codec
 from gpulayer_mesh.core.jobspec import JobSpec
 from gpulayer_mesh.core.lease import Reservations
@@ -40,7 +41,7 @@ from gpulayer_mesh.core.types import (
     Snapshot,
 )
 from gpulayer_mesh.errors import ExitCode, GpuLayerError, RemovedError
-from gpulayer_mesh.runtime import footprint, preflight
+from gpulayer_mesh.runtime import dialling, footprint, preflight, surroundings
 from gpulayer_mesh.runtime import identity as identities
 from gpulayer_mesh.runtime import interfaces as nics
 from gpulayer_mesh.runtime.capabilities import Machine
@@ -83,6 +84,7 @@ class Agent:
         self.watch = nics.InterfaceWatch()
         self._caps_version = 0
         self._removed = asyncio.Event()
+        self._reaching = asyncio.Lock()
 
     # --- start and end ---------------------------------------------------------------------------
 
@@ -214,6 +216,8 @@ class Agent:
             routes=[
                 Route("GET", "/v1/ping", self.ping),
                 Route("GET", "/v1/snapshot", self.snapshot),
+                Route("GET", "/v1/health", self.health),
+                Route("POST", "/v1/reach", self.reach),
                 *self.gossip.routes(),
                 *self.links.routes(),
                 *self._job_door().routes(),
@@ -450,6 +454,29 @@ class Agent:
             "version": gpulayer_mesh.__version__,
             "epoch": self.book.epoch,
         }
+
+    async def health(self, request: DoorRequest) -> Health:
+        """What the doctor asks every agent."""
+        disk = await asyncio.to_thread(surroundings.room, self.home)
+        return Health(
+            wall_s=time.time(),
+            port=self.port,
+            wanted_port=self.config.port,
+            multicast=self._uses_multicast(),
+            mdns=(self.discovery.problem or "")[:256],
+            disk_free_mib=disk.free_mib if disk else None,
+            shared_memory=await asyncio.to_thread(surroundings.shared_memory),
+            copies=self.gossip.copies,
+            over_tcp=tuple(n for n, view in self.members.members.items() if view.via == "tcp"),
+            met=self.door.met(),
+        )
+
+    async def reach(self, request: DoorRequest) -> ReachAnswer:
+        """Try to connect to the members that are asked about, for the doctor."""
+        asked = wire.decode_as(ReachAsked, wire.unpack(request.body))
+        where = {node: self.peers.addresses(node) for node in asked.nodes if node in self.book}
+        async with self._reaching:  # one doctor at a time: each opens up to 128 connections
+            return ReachAnswer(await dialling.failures(self.dialer.who_is, where))
 
     async def snapshot(self, request: DoorRequest) -> Snapshot:
         """What this agent believes of the mesh."""

@@ -32,6 +32,7 @@ from gpulayer_mesh.core.devicecare import (
     Reading,
     unfit,
 )
+from gpulayer_mesh.core.diagnosis import TorchFacts
 from gpulayer_mesh.core.lease import Reservations
 from gpulayer_mesh.core.types import (
     Accelerator,
@@ -147,6 +148,26 @@ class Machine:
                 await asyncio.sleep(min(left_s, LOOK_AGAIN_S))
                 if self.current and any(device.blocked for device in self.current.devices):
                     break
+
+    async def examine(self, deadline_s: float) -> TorchFacts:
+        """Return what the doctor asks where no agent runs; torch is proven now if it never was.
+
+        Raises:
+            GpuLayerError: the interpreter of the ranks did not answer, or not in time.
+        """
+        try:
+            async with asyncio.timeout(deadline_s):
+                readings = await self._look()
+                key = await self._read_key(readings)
+                if not key.python:
+                    raise GpuLayerError(f"{self._python!r} cannot be asked about torch")
+                proof = self._recall(key)
+                if proof.torch is None and key.torch:
+                    proof = await self._prove(key)
+        except TimeoutError:
+            raise GpuLayerError(f"torch did not answer within {deadline_s:g} s") from None
+        devices = self._care.judge(readings) or proof.devices
+        return TorchFacts(proof.torch, driver_gpus=len(readings), devices=devices)
 
     async def ranks_start(self, devices: Collection[int]) -> Mapping[str, int]:
         """Note what is in use on these devices; return it for an agent that comes after this."""

@@ -21,6 +21,7 @@ import logging
 import re
 import socket
 import ssl
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -135,6 +136,7 @@ class Door:
         on_roster: Callable[[bytes], Awaitable[object]],
     ) -> None:
         self.handled = 0  # handler runs since the start; a stranger must never raise it
+        self._met: dict[NodeId, float] = {}  # member -> when its newest request came
         self._context = context
         self._book = book
         self._node = node
@@ -181,9 +183,15 @@ class Door:
             connection.cut()
         await self._server.shutdown(0.1)
 
+    def met(self) -> dict[NodeId, float]:
+        """Return how many seconds ago each member last made a request."""
+        now = time.monotonic()
+        return {node: now - at for node, at in self._met.items()}
+
     def enforce(self) -> None:
         """Cut the connections of nodes that are no members (any more); call it when the roster
         has changed."""
+        self._met = {node: at for node, at in self._met.items() if node in self._book}
         for connection in list(self._connections):
             if connection.peer not in self._book:
                 connection.cut()
@@ -295,6 +303,7 @@ class Door:
         if not self._may(peer, route):  # the body may have taken minutes
             raise _unknown(peer)
         self.handled += 1
+        self._met[peer] = time.monotonic()
         roles = self._book.roles(peer)
         result = await route.handler(
             DoorRequest(peer, roles, match.groupdict(), dict(request.query), body)

@@ -21,7 +21,14 @@ from gpulayer_mesh.core.membership import Membership
 from gpulayer_mesh.core.recordbook import RecordBook, Version
 from gpulayer_mesh.core.roster import RosterBook
 from gpulayer_mesh.core.rumour import Rumour
-from gpulayer_mesh.core.types import AliveRecord, CapsRecord, LinkReport, NodeId, NodeState
+from gpulayer_mesh.core.types import (
+    Addresses,
+    AliveRecord,
+    CapsRecord,
+    LinkReport,
+    NodeId,
+    NodeState,
+)
 from gpulayer_mesh.errors import GpuLayerError, RemoteProtocolError, TransportError
 from gpulayer_mesh.runtime.background import Background
 from gpulayer_mesh.runtime.door import DoorRequest, Route
@@ -64,6 +71,7 @@ class Gossip:
         self._peers = peers
         self._offer_roster = offer_roster
         self._events: asyncio.Queue[swim.Event] = asyncio.Queue()
+        self.copies: Addresses = ()  # where somebody else was last heard under our identity
         self._packet_seq = 0
         self._background = Background(log, expected=(GpuLayerError,))
 
@@ -127,6 +135,7 @@ class Gossip:
                 case swim.SelfChanged():
                     pass
                 case swim.CloneSeen(record):
+                    self.copies = record.addresses
                     log.error(
                         "another machine uses this machine's identity, at %s: its state directory "
                         "was copied; delete identity.key on one of the two and join again",
