@@ -11,11 +11,13 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from gpulayer_mesh.core import ownfiles
 from gpulayer_mesh.core.jobspec import OVER, JobRecord, JobSpec, JobState, OutputFile, Outputs
+from gpulayer_mesh.core.logrecord import EVERY_LINE, LogPick
 from gpulayer_mesh.core.manifest import output_problem
 from gpulayer_mesh.core.restarts import may_follow
 from gpulayer_mesh.errors import DiscoveryError, GpuLayerError, NotFoundError, TransportError
@@ -43,12 +45,24 @@ STAYED_SHOWN = 10  # a folder of links must not push the job's own last lines of
 Began = Callable[[JobRecord], Awaitable[object]]
 
 
+@dataclass(frozen=True, slots=True)
+class LogView:
+    """Which lines of a job are shown, and how."""
+
+    ranks: frozenset[int] | None = None  # None: all
+    pick: LogPick = EVERY_LINE
+    raw: bool = False  # bytes as the ranks wrote them, with nothing in front
+
+
+ALL_LINES = LogView()
+
+
 async def follow(
     client: MeshClient,
     record: JobRecord,
     ui: Ui,
     *,
-    ranks: frozenset[int] | None = None,
+    view: LogView = ALL_LINES,
     began: Began | None = None,
 ) -> JobRecord:
     """Print a job's lines as they come until it has ended; return the final record.
@@ -56,14 +70,17 @@ async def follow(
     Where it starts again, that goes on with its next attempt.
 
     Args:
+        view: whose tail is that of the first attempt that is watched.
         began: called with the record of each further attempt.
 
     Raises:
         DiscoveryError: no node of the job has answered for ten minutes.
     """
 
-    async def see(record: JobRecord) -> JobRecord:
-        return await _follow_attempt(client, record, ui, ranks)
+    later = replace(view, pick=replace(view.pick, tail=None))
+
+    async def see(attempt: JobRecord) -> JobRecord:
+        return await _follow_attempt(client, attempt, ui, view if attempt is record else later)
 
     return await through_attempts(client, record, ui, see, began)
 
@@ -126,7 +143,7 @@ async def _successor(client: MeshClient, record: JobRecord) -> JobRecord:
 
 
 async def _follow_attempt(
-    client: MeshClient, record: JobRecord, ui: Ui, ranks: frozenset[int] | None
+    client: MeshClient, record: JobRecord, ui: Ui, view: LogView
 ) -> JobRecord:
     lines_done = asyncio.Event()
     heard = 0.0
@@ -137,7 +154,7 @@ async def _follow_attempt(
 
     async def print_lines() -> None:
         try:
-            await print_log(client, record, ui, ranks=ranks, live=True, heard=note_line)
+            await print_log(client, record, ui, view, live=True, heard=note_line)
         finally:
             lines_done.set()
 
@@ -176,22 +193,22 @@ async def print_log(
     client: MeshClient,
     record: JobRecord,
     ui: Ui,
+    view: LogView = ALL_LINES,
     *,
-    ranks: frozenset[int] | None = None,
     live: bool = False,
     heard: Callable[[], object] = lambda: None,
 ) -> None:
-    """Print the lines of some or all ranks; with `live`, until the job has ended.
+    """Print lines of ranks; with `live`, until the job has ended.
 
     Args:
         heard: called for each line.
     """
     nodes = rank_nodes(record.spec)
-    prefix = len(nodes if ranks is None else ranks) > 1
-    async for line in client.logs(record, ranks=ranks, follow=live):
+    prefix = len(nodes if view.ranks is None else view.ranks) > 1
+    async for line in client.logs(record, ranks=view.ranks, follow=live, pick=view.pick):
         heard()
         if line.rank < len(nodes):  # a node may not speak for ranks that the job does not have
-            ui.log(line, nodes[line.rank], prefix=prefix)
+            ui.log(line, nodes[line.rank], prefix=prefix, raw=view.raw)
 
 
 async def wait_attempt(client: MeshClient, record: JobRecord, ui: Ui) -> JobRecord:
@@ -200,7 +217,7 @@ async def wait_attempt(client: MeshClient, record: JobRecord, ui: Ui) -> JobReco
 
 
 async def print_attempts(
-    client: MeshClient, record: JobRecord, ui: Ui, *, ranks: frozenset[int] | None = None
+    client: MeshClient, record: JobRecord, ui: Ui, view: LogView = ALL_LINES
 ) -> None:
     """Print what all attempts of a job have printed so far.
 
@@ -212,7 +229,7 @@ async def print_attempts(
         if attempt.spec.restart:
             ui.note(attempt_line(attempt.spec))
         try:
-            await print_log(client, attempt, ui, ranks=ranks)
+            await print_log(client, attempt, ui, view)
         except GpuLayerError as e:  # of a lost machine; the attempts after it have theirs
             missing = missing or e
         ui.finish()

@@ -181,13 +181,18 @@ class Ui:
 
     # Lines of ranks
 
-    def log(self, record: LogRecord, node: str, *, prefix: bool = True) -> None:
-        """Print one record of a rank's output."""
+    def log(self, record: LogRecord, node: str, *, prefix: bool = True, raw: bool = False) -> None:
+        """Print one record of a rank's output; `raw` writes the bytes as they are."""
         if record.stream == _NOTE:
             for text in record.data.decode("utf-8", "replace").splitlines():
                 self.note(f"rank {record.rank} on {node}: {text}")
             return
         stream = self._err if record.stream == _STDERR else self._out
+        if raw:
+            stream.flush()
+            stream.buffer.write(record.data)
+            stream.buffer.flush()
+            return
         mark = ""
         if prefix:
             colour = _RANK_COLOURS[record.rank % len(_RANK_COLOURS)]

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _USAGE = 2  # `ExitCode.USAGE`, whose module takes 15 ms to import
 _RANKS_MAX = 1024 * 1024  # of a job: nodes times processes of one
 _RESTARTS_MAX = 20  # `jobspec.RESTARTS_MAX`, whose module takes 60 ms to import
+_TAIL_MAX = 100_000  # `logrecord.TAIL_MAX`, likewise
+_SINCE_MAX_S = 10 * 365 * 86400.0
 _PIPE_CLOSED = 128 + 13  # what a shell reports for a command that SIGPIPE ended
 
 
@@ -314,8 +316,21 @@ def _add_jobs(commands: argparse._SubParsersAction[_Parser]) -> None:
     logs = _add(commands, "logs", "print a job's output", "job", "logs")
     _job(logs)
     logs.add_argument("-f", "--follow", action="store_true", help="until the job ends")
-    logs.add_argument("--rank", type=_ranks, metavar="R", help="only these ranks, e.g. 0,4-7")
-    _json(logs)
+    logs.add_argument(
+        "--ranks", "--rank", type=_ranks, metavar="R", help="only these ranks, e.g. 0,4-7"
+    )
+    logs.add_argument("--stderr", action="store_true", help="only what ranks wrote to stderr")
+    logs.add_argument(
+        "--since", type=_since, metavar="TIME", help="nothing older: 10m, or 14:02, or a date"
+    )
+    logs.add_argument(
+        "--tail", type=_tail, metavar="N", help="of each rank only the last N lines before now"
+    )
+    form = logs.add_mutually_exclusive_group()
+    form.add_argument(
+        "--raw", action="store_true", help="bytes as ranks wrote them, nothing in front"
+    )
+    _json(form)
 
     attach = _add(
         commands,
@@ -338,7 +353,7 @@ def _add_jobs(commands: argparse._SubParsersAction[_Parser]) -> None:
     get.add_argument("--to", metavar="DIR", help="where to (default: gpulayer_jobs/JOB)")
 
 
-def _json(parser: _Parser) -> None:
+def _json(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--json", action="store_true", help="for programs; see docs/cli.md")
 
 
@@ -388,6 +403,39 @@ def _seconds(text: str) -> float:
     if seconds > 86400:
         raise argparse.ArgumentTypeError(f"{text!r} is more than a day")
     return seconds
+
+
+def _since(text: str) -> float:
+    """Return how many seconds ago a time was."""
+    import datetime
+
+    if match := re.fullmatch(r"(\d{1,6})(s|m|h|d)?", text):
+        ago_s = float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2] or "s"]
+    else:
+        now = datetime.datetime.now().astimezone()
+        try:
+            if re.fullmatch(r"\d\d:\d\d(:\d\d)?", text):
+                at = datetime.datetime.combine(now, datetime.time.fromisoformat(text)).astimezone()
+                if at > now:  # the last time that a clock showed it
+                    at = at - datetime.timedelta(days=1)
+            else:
+                at = datetime.datetime.fromisoformat(text).astimezone()
+            ago_s = (now - at).total_seconds()
+        except (ValueError, OverflowError):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a time like 90s, 10m, 2h, 3d, 14:02 or 2026-12-01T14:02"
+            ) from None
+        if ago_s < 0:
+            raise argparse.ArgumentTypeError(f"{text!r} has not come yet")
+    if ago_s > _SINCE_MAX_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is more than ten years ago")
+    return ago_s
+
+
+def _tail(text: str) -> int:
+    if not re.fullmatch(r"\d{1,6}", text) or int(text) > _TAIL_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of lines, 0 to {_TAIL_MAX}")
+    return int(text)
 
 
 def _keep_or_seconds(text: str) -> float | None:

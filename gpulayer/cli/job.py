@@ -11,11 +11,13 @@ import json
 import os
 import re
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gpulayer_mesh.client import MeshClient, Queued
 from gpulayer_mesh.core.jobspec import OVER, JobKind, JobRecord
+from gpulayer_mesh.core.logrecord import LogPick
 from gpulayer_mesh.core.restarts import origin_of
 from gpulayer_mesh.core.types import Accelerator
 from gpulayer_mesh.errors import ConfigError, ExitCode, GpuLayerError
@@ -131,20 +133,23 @@ def jobs(args: Namespace, ui: Ui) -> int:
 def logs(args: Namespace, ui: Ui) -> int:
     """Print output of a job; with --follow until it ends, then exits with its code."""
 
+    pick = LogPick(stderr=args.stderr, since_s=args.since, tail=args.tail)
+    view = viewing.LogView(args.ranks, pick, args.raw)
+
     async def watch(client: MeshClient, record: JobRecord) -> int:
         if args.json:
-            return await _log_objects(client, record, args, ui)
+            return await _log_objects(client, record, view, ui, follow=args.follow)
         if not args.follow:
-            await viewing.print_attempts(client, record, ui, ranks=args.rank)
+            await viewing.print_attempts(client, record, ui, view)
             return ExitCode.OK
-        final = await viewing.follow(client, record, ui, ranks=args.rank)
+        final = await viewing.follow(client, record, ui, view=view)
         ui.outcome(final)
         return exit_code(final) or 0
 
     async def look() -> int:
         async with await MeshClient.connect(env.home()) as client:
             record = await client.find_job(args.job)
-            _check_ranks(args.rank, record)
+            _check_ranks(args.ranks, record)
             try:
                 return await watch(client, record)
             except asyncio.CancelledError:  # Ctrl-C
@@ -154,11 +159,16 @@ def logs(args: Namespace, ui: Ui) -> int:
     return asyncio.run(look())
 
 
-async def _log_objects(client: MeshClient, record: JobRecord, args: Namespace, ui: Ui) -> int:
+async def _log_objects(
+    client: MeshClient, record: JobRecord, view: viewing.LogView, ui: Ui, *, follow: bool
+) -> int:
     """Print the lines of all attempts, or as they come those of the newest and what follows it."""
 
     async def lines(attempt: JobRecord) -> None:
-        async for line in client.logs(attempt, ranks=args.rank, follow=args.follow):
+        pick = view.pick
+        if follow and attempt is not record:  # it has begun under our eyes
+            pick = replace(pick, tail=None)
+        async for line in client.logs(attempt, ranks=view.ranks, follow=follow, pick=pick):
             ui.data([json.dumps(log_json(attempt.spec, line))])
 
     async def see(attempt: JobRecord) -> JobRecord:
@@ -172,7 +182,7 @@ async def _log_objects(client: MeshClient, record: JobRecord, args: Namespace, u
             raise missing
         return final
 
-    if args.follow:
+    if follow:
         return exit_code(await viewing.through_attempts(client, record, ui, see)) or 0
     for attempt in await client.attempts(record) or [record]:
         await lines(attempt)

@@ -29,7 +29,7 @@ from gpulayer_mesh.core.jobspec import (
     Outputs,
     RankState,
 )
-from gpulayer_mesh.core.logrecord import LogRecord, RecordParser
+from gpulayer_mesh.core.logrecord import EVERY_LINE, LogPick, LogRecord, RecordParser
 from gpulayer_mesh.core.restarts import attempt_id, has_begun, may_follow, origin_of
 from gpulayer_mesh.core.tickets import RESTART, Standing, Ticket, positions
 from gpulayer_mesh.core.types import Address, Addresses, NodeId, Role, Snapshot
@@ -600,7 +600,12 @@ class MeshClient:
         )
 
     async def logs(
-        self, record: JobRecord, *, ranks: frozenset[int] | None, follow: bool
+        self,
+        record: JobRecord,
+        *,
+        ranks: frozenset[int] | None,
+        follow: bool,
+        pick: LogPick = EVERY_LINE,
     ) -> AsyncIterator[LogRecord]:
         """Yield the log records of all nodes of a job as they arrive, each once, ranks in order.
 
@@ -614,7 +619,7 @@ class MeshClient:
 
         async def of(node: NodeId) -> None:
             try:
-                await self._node_logs(record, node, ranks, follow, merged_records.put)
+                await self._node_logs(record, node, ranks, follow, pick, merged_records.put)
             finally:
                 await merged_records.put(None)
 
@@ -641,9 +646,11 @@ class MeshClient:
         node: NodeId,
         ranks: frozenset[int] | None,
         follow: bool,
+        pick: LogPick,
         put: Callable[[LogRecord], Awaitable[None]],
     ) -> None:
         next_seq: dict[int, int] = {}
+        began = time.monotonic()
         failures = 0
         give_up: float | None = None
         while True:
@@ -651,6 +658,12 @@ class MeshClient:
             query = f"follow={int(follow)}&from={start}"
             if ranks is not None:
                 query += "&ranks=" + ",".join(map(str, sorted(ranks)))
+            if pick.stderr:
+                query += "&stderr=1"
+            if pick.since_s is not None:
+                query += f"&since_ms={(pick.since_s + time.monotonic() - began) * 1000:.0f}"
+            if pick.tail is not None:
+                query += f"&tail={pick.tail}"
             path = f"/v1/jobs/{record.spec.id}/logs?{query}"
             parser = RecordParser()
             try:

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 from gpulayer_mesh.errors import ConfigError
 
+from gpulayer import cli
 from gpulayer.cli import main, split_command
 from gpulayer.cli.job import described
 
@@ -105,7 +107,13 @@ def test_help_comes_at_once_and_imports_nothing_heavy(command: list[str]) -> Non
         (["mesh", "join"], "the following arguments are required: LINE"),
         (["mesh", "local", "--nodes", "2"], "put `--` and the command"),
         (["mesh", "local", "--", "surely-no-such-command"], "cannot find the command"),
-        (["logs", "k7f2", "--rank", "one"], "is not a list of ranks"),
+        (["logs", "k7f2", "--ranks", "one"], "is not a list of ranks"),
+        (["logs", "k7f2", "--tail", "-1"], "'-1' is not a number of lines, 0 to 100000"),
+        (["logs", "k7f2", "--tail", "100001"], "is not a number of lines"),
+        (["logs", "k7f2", "--since", "noon"], "'noon' is not a time like 90s, 10m, 2h, 3d, 14:02"),
+        (["logs", "k7f2", "--since", "9999-01-01"], "has not come yet"),
+        (["logs", "k7f2", "--since", "1999-01-01"], "is more than ten years ago"),
+        (["logs", "k7f2", "--raw", "--json"], "not allowed with argument"),
         (["jobs", "--", "x"], "`--` only belongs in front of a command to run"),
         (["doctor", "box-1"], "unrecognized arguments: box-1"),
     ],
@@ -240,3 +248,18 @@ def test_invitation_with_a_key_others_can_read_is_refused_at_once(
     assert done.stdout == ""  # no line
     assert "can be read by other users" in done.stderr
     assert f"chmod 600 {key}" in done.stderr
+
+
+def test_times_are_ages_dates_or_the_last_time_a_clock_showed_them() -> None:
+    def ago_s(text: str) -> float:
+        return cli._since(text)
+
+    assert [ago_s(text) for text in ("90", "90s", "10m", "2h", "3d")] == [
+        90, 90, 600, 7200, 259200
+    ]  # fmt: skip
+    now = datetime.now().astimezone()
+    before, after = now - timedelta(hours=1), now + timedelta(hours=1)
+    for at, hours in ((before, 1), (after, 23)):  # a day later in the week of a clock change
+        assert abs(ago_s(at.strftime("%H:%M")) / 3600 - hours) < 1.1
+    assert 3600 <= ago_s(before.isoformat()) < 3700
+    assert 3600 <= ago_s(before.replace(tzinfo=None).isoformat(" ")) < 3700

@@ -160,17 +160,19 @@ def test_run_brings_output_and_files_home(gpulayer: Callable[..., Done]) -> None
     listed = json.loads(gpulayer("jobs", "--json").out)["jobs"][0]
     assert (listed["job"], listed["state"], listed["exit_code"]) == (job, "succeeded", 0)
     assert job in gpulayer("jobs").out
-    assert gpulayer("logs", job[:6], "--rank", "1").out == f"rank 1 got {arguments!r}\n"
+    assert gpulayer("logs", job[:6], "--ranks", "1").out == f"rank 1 got {arguments!r}\n"
     unnamed = gpulayer("logs", "")
     assert (unnamed.code, unnamed.out) == (2, "")
     assert "no job named" in unnamed.err
-    absent = gpulayer("logs", job, "--rank", "0,9")
+    absent = gpulayer("logs", job, "--ranks", "0,9")
     assert (absent.code, absent.out) == (2, "")
     assert f"job {job} has no rank 9: it has ranks 0 to 1" in absent.err
     records = [json.loads(row) for row in gpulayer("logs", job, "--json").out.splitlines()]
     assert {(r["rank"], r["stream"]) for r in records} == {
         (0, "out"), (0, "err"), (1, "out"), (1, "err"),
     }  # fmt: skip
+    some = gpulayer("logs", job, "--stderr", "--raw", "--tail", "1", "--since", "1h")
+    assert (some.code, some.out, some.err) == (0, "", "careful\n" * 2)
     assert gpulayer("attach", job).code == 0
     assert gpulayer("get", job, "rank1", "--to", "one").code == 0
     assert [p for p in Path("one").rglob("*") if p.is_file()] == [Path("one/rank1/model.txt")]

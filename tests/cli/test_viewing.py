@@ -25,7 +25,7 @@ from gpulayer_mesh.core.jobspec import (
     Slot,
     Stayed,
 )
-from gpulayer_mesh.core.logrecord import LogRecord, LogStream
+from gpulayer_mesh.core.logrecord import LogPick, LogRecord, LogStream
 from gpulayer_mesh.core.restarts import Change, next_spec
 from gpulayer_mesh.core.types import Accelerator
 from gpulayer_mesh.errors import (
@@ -114,7 +114,7 @@ class ScriptedClient:
         self.left.append(job.spec.id)
 
     async def logs(
-        self, record: JobRecord, *, ranks: frozenset[int] | None, follow: bool
+        self, record: JobRecord, *, ranks: frozenset[int] | None, follow: bool, pick: LogPick
     ) -> AsyncIterator[LogRecord]:
         self.asked.append(ranks)
         for one in self.lines:
@@ -168,14 +168,16 @@ class Attempts(ScriptedClient):
         self.late: list[str] = []  # lines of an attempt that come when it has ended
         self.questions, self.unanswered = 0, silent
         self.stopped: list[str] = []
+        self.picked: list[LogPick] = []
 
     async def record(self, job: JobRecord) -> JobRecord:
         self.records = self.answers[job.spec.restart]
         return await super().record(job)
 
     async def logs(
-        self, record: JobRecord, *, ranks: frozenset[int] | None, follow: bool
+        self, record: JobRecord, *, ranks: frozenset[int] | None, follow: bool, pick: LogPick
     ) -> AsyncIterator[LogRecord]:
+        self.picked.append(pick)
         yield line(0, f"of {record.spec.restart}\n")
         for text in self.late if not record.spec.restart else ():
             await asyncio.sleep(0.05)  # after the end
@@ -246,7 +248,7 @@ async def test_lines_are_printed_with_their_rank_until_the_job_has_ended(screen:
 
 async def test_chosen_rank_alone_is_printed_without_prefix(screen: Screen) -> None:
     client = ScriptedClient(lines=[line(2, "b\n")])
-    await jobs.follow(scripted(client), RUNNING, screen.ui, ranks=frozenset({2}))
+    await jobs.follow(scripted(client), RUNNING, screen.ui, view=jobs.LogView(frozenset({2})))
     assert client.asked == [frozenset({2})]
     assert screen.out.getvalue() == "b\n"
 
@@ -315,8 +317,10 @@ async def test_viewer_goes_on_with_the_next_attempt_and_says_so_once(screen: Scr
     async def note(record: JobRecord) -> None:
         began.append(record)
 
-    final = await jobs.follow(scripted(client), RESTARTED[0][0], screen.ui, began=note)
+    view = jobs.LogView(pick=LogPick(stderr=True, tail=5))
+    final = await jobs.follow(scripted(client), RESTARTED[0][0], screen.ui, view=view, began=note)
     assert final == RESTARTED[1][-1]
+    assert client.picked == [LogPick(stderr=True, tail=5), LogPick(stderr=True)]
     assert [one.spec.id for one in began] == [SECOND.id]
     assert screen.out.getvalue() == "[0|box-1] of 0\n[0|box-1] of 1\n"
     assert screen.err.getvalue().splitlines() == [

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import random
 import struct
+from dataclasses import replace
 
 import pytest
 from gpulayer_mesh.core.logrecord import (
     DATA_MAX,
+    EVERY_LINE,
     HEADER,
     RECORD_FORMAT,
+    LogPick,
     LogRecord,
     LogStream,
     RecordParser,
+    begin_of_tail,
     last_lines,
 )
 from gpulayer_mesh.errors import RemoteProtocolError
@@ -112,3 +116,37 @@ def test_last_lines_fall_back_to_stdout() -> None:
 def test_last_lines_show_the_last_state_of_a_bar_and_cut_long_lines() -> None:
     records = [out(b"\r10%\r20%\r\nError: " + b"x" * 100 + b"\xff\n", LogStream.ERR)]
     assert last_lines(records, 5, chars_max=11) == ("20%", "x" * 10 + "\ufffd")
+
+
+TAIL = [out(b"a\nb\n"), out(b"c"), out(b"d\ne\n"), out(b"f\ng\n")]
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [(0, b""), (1, b"g\n"), (2, b"f\ng\n"), (3, b"e\nf\ng\n"), (4, b"cd\ne\nf\ng\n"),
+     (6, b"a\nb\ncd\ne\nf\ng\n"), (9, b"a\nb\ncd\ne\nf\ng\n")],
+)  # fmt: skip
+def test_last_lines_of_a_log_begin_at_a_record_and_a_place_in_it(
+    count: int, expected: bytes
+) -> None:
+    records = [replace(one, seq=seq) for seq, one in enumerate(TAIL, 1)]
+
+    def shown(records: list[LogRecord]) -> bytes:
+        seq, at = begin_of_tail(records, count)
+        left = [one.data[at if one.seq == seq else 0 :] for one in records if one.seq >= seq]
+        return b"".join(left)
+
+    assert shown(records) == expected
+    live = [*records, replace(out(b"h"), seq=5)]  # a line that is not at its end
+    if count:
+        lines = [*expected.splitlines(keepends=True), b"h"]
+        assert shown(live) == b"".join(lines[-count:])
+    assert begin_of_tail([], count) == (0, 0)
+
+
+def test_pick_takes_streams_and_ages() -> None:
+    assert EVERY_LINE.takes(LogStream.OUT, 0.0, 1e9)
+    errors = LogPick(stderr=True)
+    assert [errors.takes(stream, 0.0, 1e9) for stream in LogStream] == [False, True, True]
+    recent = LogPick(since_s=60.0)
+    assert [recent.takes(1, wall, 100.0) for wall in (39.0, 40.0, 101.0)] == [False, True, True]

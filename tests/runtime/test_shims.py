@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 from gpulayer_mesh import shim
 from gpulayer_mesh.core.hosted import RankExited, RankStarted, ShimDone, ShimLost
-from gpulayer_mesh.core.logrecord import LogRecord, LogStream, RecordParser
+from gpulayer_mesh.core.logrecord import LogPick, LogRecord, LogStream, RecordParser
 from gpulayer_mesh.errors import GpuLayerError
 from gpulayer_mesh.runtime import shims
 from gpulayer_mesh.runtime.shims import ShimRunner
@@ -143,6 +144,65 @@ def test_viewers_of_a_log_that_drops_its_oldest_miss_nothing_untold(
         assert all(data == written[seq - 1] for seq, data in viewer.found.items())
     assert not viewers[0].gaps
     assert sum(bool(viewer.gaps) for viewer in viewers) > 3
+
+
+async def picked(job_dir: Path, pick: LogPick, **from_seqs: int) -> list[LogRecord]:
+    parser = RecordParser()
+    start = {int(rank[1:]): seq for rank, seq in from_seqs.items()}
+    follow = ShimRunner().follow_logs(job_dir, [0, 1], start, follow=False, pick=pick)
+    return [one async for batch in follow for one in parser.feed(batch)]
+
+
+async def test_viewer_gets_the_lines_it_picked(tmp_path: Path) -> None:
+    now = time.time()
+    for rank in (0, 1):
+        write_log(tmp_path, rank, [
+            record(rank, 1, now - 900, b"old\n"),
+            record(rank, 2, now - 800, b"bad\n", LogStream.ERR),
+            record(rank, 3, now - 100, b"a\nb\n"),
+            record(rank, 4, now - 90, b"worse\n", LogStream.ERR),
+            record(rank, 5, now - 80, b"c\nd\n"),
+        ])  # fmt: skip
+
+    async def of(rank: int, pick: LogPick, **start: int) -> list[tuple[int, bytes]]:
+        found = await picked(tmp_path, pick, **start)
+        return [(one.seq, one.data) for one in found if one.rank == rank]
+
+    for rank in (0, 1):
+        assert await of(rank, LogPick(tail=3)) == [(4, b"worse\n"), (5, b"c\nd\n")]
+        assert await of(rank, LogPick(tail=4)) == [(3, b"b\n"), (4, b"worse\n"), (5, b"c\nd\n")]
+        assert await of(rank, LogPick(tail=1)) == [(5, b"d\n")]
+        assert await of(rank, LogPick(tail=0)) == []
+        assert len(await of(rank, LogPick(tail=99))) == 5
+        assert await of(rank, LogPick(stderr=True)) == [(2, b"bad\n"), (4, b"worse\n")]
+        assert await of(rank, LogPick(stderr=True, tail=1)) == [(4, b"worse\n")]
+        assert [seq for seq, _ in await of(rank, LogPick(since_s=600))] == [3, 4, 5]
+        assert await of(rank, LogPick(stderr=True, since_s=600, tail=9)) == [(4, b"worse\n")]
+    # Who comes back after a break has seen the lines before.
+    pick = LogPick(stderr=True, since_s=1, tail=1)
+    assert await of(0, pick, r0=1) == [(2, b"bad\n"), (4, b"worse\n")]
+    assert await of(1, pick, r0=1) == []
+
+
+async def test_tail_and_age_are_found_in_a_log_of_several_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shims, "TAIL_BYTES", 100_000)  # four times as much, until it is enough
+    (tmp_path / "logs").mkdir()
+    log = shim._RankLog(str(tmp_path / "logs"), 0, 2**20, [])
+    for number in range(1, 101):
+        log.write(shim.OUT, b"%05d\n" % number * 3000)
+    log.close()
+    for count in (1, 2999, 3001, 50_000):
+        found = b"".join([one.data for one in await picked(tmp_path, LogPick(tail=count))])
+        assert found.count(b"\n") == count
+        assert found.endswith(b"00100\n")
+    monkeypatch.setattr(shims, "TAIL_READ_MAX", 400_000)  # at most that is looked through
+    found = b"".join([one.data for one in await picked(tmp_path, LogPick(tail=50_000))])
+    assert 3000 < found.count(b"\n") < 400_000 / 6
+    everything = await picked(tmp_path, LogPick(since_s=3600))
+    assert everything[0].stream is LogStream.NOTE  # on what was dropped since then
+    assert await picked(tmp_path, LogPick(since_s=-60)) == []
 
 
 async def test_log_whose_beginning_was_dropped_says_so_and_resumes_at_any_number(

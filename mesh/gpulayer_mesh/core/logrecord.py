@@ -8,7 +8,7 @@ shim does, with its own copy of the format, since it may import nothing of ours)
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -18,6 +18,8 @@ from gpulayer_mesh.errors import RemoteProtocolError
 RECORD_FORMAT = ">HQdBI"
 HEADER = struct.Struct(RECORD_FORMAT)
 DATA_MAX = 64 * 1024  # bytes; the shim splits longer lines
+TAIL_MAX = 100_000  # lines; more than anybody reads, few enough to count at once
+SINCE_MAX_S = 10 * 365 * 86400.0  # no job is that old
 WALL_MAX = 253402300799.0  # the last second of the year 9999: anything later cannot be shown
 
 
@@ -45,6 +47,28 @@ class LogRecord:
     def lines(self) -> list[bytes]:
         r"""Split into lines, each with its own end: "\n", "\r\n" or the "\r" of a progress bar."""
         return self.data.splitlines(keepends=True)
+
+
+@dataclass(frozen=True, slots=True)
+class LogPick:
+    """Which lines of ranks a viewer wants; by default all."""
+
+    stderr: bool = False  # what ranks wrote to stderr only, and notes
+    since_s: float | None = None  # none older than that, by the clock of the machine they are on
+    tail: int | None = None  # of each rank this many of the last, and what comes after
+
+    def takes(self, stream: int, wall: float, now: float) -> bool:
+        """Return whether a record is wanted, whatever its place in the log.
+
+        Args:
+            now: the wall clock where it was written.
+        """
+        if self.stderr and stream == LogStream.OUT:
+            return False
+        return self.since_s is None or wall >= now - self.since_s
+
+
+EVERY_LINE = LogPick()
 
 
 class RecordParser:
@@ -81,6 +105,22 @@ class RecordParser:
             start = end
         self._buffer = buffer[start:]
         return records
+
+
+def begin_of_tail(records: Sequence[LogRecord], count: int) -> tuple[int, int]:
+    """Return where the last lines begin: the number of a record, and a place in its bytes."""
+    if not records:
+        return 0, 0
+    unfinished = not records[-1].data.endswith(b"\n")  # counts as a line
+    ends = count + 1 - (unfinished and count > 0)  # of lines, from the last one back
+    for record in reversed(records):
+        at = len(record.data)
+        while ends and (at := record.data.rfind(b"\n", 0, at)) >= 0:
+            ends -= 1
+        if not ends:
+            begin = at + 1
+            return (record.seq, begin) if begin < len(record.data) else (record.seq + 1, 0)
+    return records[0].seq, 0
 
 
 def last_lines(

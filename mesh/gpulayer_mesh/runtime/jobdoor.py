@@ -28,6 +28,7 @@ from gpulayer_mesh.core.jobspec import (
     JobState,
     Outputs,
 )
+from gpulayer_mesh.core.logrecord import SINCE_MAX_S, TAIL_MAX, LogPick
 from gpulayer_mesh.core.manifest import CHUNK_BYTES, check_path, open_manifest
 from gpulayer_mesh.core.reach import PORTS, Opened
 from gpulayer_mesh.core.restoring import RestoreOrder
@@ -461,16 +462,18 @@ class JobDoor:
                 raise RemoteProtocolError(f"from={pair[:64]!r}: write rank:seq")
             start[int(rank)] = int(seq)
         follow = request.query.get("follow") == "1"
-        return Stream(self._log_pieces(one, [r for r in ranks if r in wanted], start, follow))
+        pick = _pick(request)
+        return Stream(self._log_pieces(one, [r for r in ranks if r in wanted], start, follow, pick))
 
     async def _log_pieces(
-        self, one: LiveJob, ranks: list[int], start: dict[int, int], follow: bool
+        self, one: LiveJob, ranks: list[int], start: dict[int, int], follow: bool, pick: LogPick
     ) -> AsyncIterator[bytes]:
         if follow:  # there is nothing to read yet, but a viewer may already wait
             await one.begun.wait()  # without a start the lease ends in 30 s, and this with it
         if one.ended and not (one.path / "status").exists():
             return
-        async for data in self._site.shims.follow_logs(one.path, ranks, start, follow=follow):
+        read = self._site.shims.follow_logs
+        async for data in read(one.path, ranks, start, follow=follow, pick=pick):
             yield data
 
     async def files(self, request: DoorRequest) -> Outputs:
@@ -526,6 +529,16 @@ class JobDoor:
         if not self._restarts.may_read(one.spec.id, request.peer, request.roles):
             raise NotAllowedError("this member may not do that to this job")
         return one
+
+
+def _pick(request: DoorRequest) -> LogPick:
+    since_s = request.number("since_ms", int(SINCE_MAX_S * 1000)) / 1000
+    tail = request.number("tail", TAIL_MAX)
+    return LogPick(
+        stderr=request.query.get("stderr") == "1",
+        since_s=since_s if "since_ms" in request.query else None,
+        tail=tail if "tail" in request.query else None,
+    )
 
 
 def signed_attempt(request: DoorRequest, book: RosterBook) -> Signed:

@@ -33,11 +33,14 @@ from gpulayer_mesh.core import hosted
 from gpulayer_mesh.core.jobspec import MemoryKill
 from gpulayer_mesh.core.logrecord import (
     DATA_MAX,
+    EVERY_LINE,
     HEADER,
     WALL_MAX,
+    LogPick,
     LogRecord,
     LogStream,
     RecordParser,
+    begin_of_tail,
     last_lines,
 )
 from gpulayer_mesh.errors import GpuLayerError, RemoteProtocolError
@@ -49,6 +52,7 @@ POLL_QUIET_S = 0.2  # after a minute without an event
 TOUCH_S = 1.0  # between renewals of the lease; cheap, so any useful silence is far above it
 BATCH_MAX = 256 * 1024  # bytes handed out at once: four of the largest records, parsed in 5 ms
 STATUS_BATCH = 1024 * 1024  # bytes of events read at once: the ends of 5,000 ranks
+TAIL_READ_MAX = 16 * 2**20  # bytes of a rank's log that are looked through for its last lines
 TAIL_BYTES = 1024 * 1024  # looked at for the last lines: 60 lines of 4 KiB four times over
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _QUIET_AFTER_S = 60.0
@@ -305,7 +309,13 @@ class ShimRunner:
                     os.kill(line.pid, number)
 
     async def follow_logs(
-        self, job_dir: Path, ranks: Iterable[int], from_seqs: Mapping[int, int], *, follow: bool
+        self,
+        job_dir: Path,
+        ranks: Iterable[int],
+        from_seqs: Mapping[int, int],
+        *,
+        follow: bool,
+        pick: LogPick = EVERY_LINE,
     ) -> AsyncIterator[bytes]:
         """Yield whole packed records, at most 256 KiB at a time, merged by time over the ranks.
 
@@ -315,8 +325,19 @@ class ShimRunner:
 
         Args:
             from_seqs: the lowest `seq` wanted of a rank; all where it is not named.
+            pick: what is wanted; of a rank in `from_seqs` only its stream counts, for its viewer
+                has begun.
         """
-        cursors = [_Cursor(job_dir, rank, from_seqs.get(rank, 0)) for rank in sorted(set(ranks))]
+        cursors: list[_Cursor] = []
+        for rank in sorted(set(ranks)):
+            if rank in from_seqs:
+                begun = LogPick(stderr=pick.stderr)
+                cursors.append(_Cursor(job_dir, rank, from_seqs[rank], begun))
+            elif pick.tail is None:
+                cursors.append(_Cursor(job_dir, rank, 0, pick))
+            else:  # in a thread: megabytes are read
+                seq, at = await asyncio.to_thread(_tail_begins, job_dir, rank, pick)
+                cursors.append(_Cursor(job_dir, rank, seq, pick, at))
         give_up = time.monotonic() + START_DEADLINE_S
         while True:
             started = (job_dir / "status").exists() or time.monotonic() > give_up
@@ -333,12 +354,36 @@ class ShimRunner:
 
     def tail_lines(self, job_dir: Path, rank: int, count: int) -> tuple[str, ...]:
         """Return the last lines of a rank that explain its end; see `logrecord.last_lines`."""
-        data = b""
-        for start in reversed(_segments(job_dir, rank)):
-            with contextlib.suppress(OSError):
-                data = _end_of(_log_path(job_dir, rank, start), TAIL_BYTES - len(data)) + data
+        data = _end_of_log(job_dir, rank, TAIL_BYTES)
         whole = len(data) < TAIL_BYTES
         return last_lines(_records_at_end(data, rank, whole=whole), count)
+
+
+def _end_of_log(job_dir: Path, rank: int, size: int) -> bytes:
+    """Return the last bytes of a rank's log, at most `size`."""
+    data = b""
+    for start in reversed(_segments(job_dir, rank)):
+        with contextlib.suppress(OSError):
+            data = _end_of(_log_path(job_dir, rank, start), size - len(data)) + data
+    return data
+
+
+def _tail_begins(job_dir: Path, rank: int, pick: LogPick) -> tuple[int, int]:
+    """Return where the last lines that are wanted begin, as `begin_of_tail`."""
+    count, now, size = pick.tail or 0, time.time(), TAIL_BYTES
+    while True:
+        data = _end_of_log(job_dir, rank, size)
+        whole = len(data) < size
+        records = _records_at_end(data, rank, whole=whole)
+        found = [one for one in records if pick.takes(one.stream, one.wall, now)]
+        enough = sum(one.data.count(b"\n") for one in found) > count
+        if enough or whole or size >= TAIL_READ_MAX:
+            break
+        size *= 4
+    if not count and records and not found:
+        return records[-1].seq + 1, 0
+    # Where fewer lines are there, all that was read may be shown.
+    return begin_of_tail(found, count) if enough or not records else (records[0].seq, 0)
 
 
 def _records_at_end(data: bytes, rank: int, *, whole: bool) -> list[LogRecord]:
@@ -395,11 +440,21 @@ def _end_of(path: Path, size: int) -> bytes:
 class _Cursor:
     """A place in one rank's log; at most one batch of records is read ahead."""
 
-    def __init__(self, job_dir: Path, rank: int, from_seq: int) -> None:
+    def __init__(
+        self,
+        job_dir: Path,
+        rank: int,
+        from_seq: int,
+        pick: LogPick = EVERY_LINE,
+        cut: int = 0,  # bytes of the record `from_seq` that are not wanted
+    ) -> None:
         self.rank = rank
         self.heads: deque[tuple[float, bytes]] = deque()  # (wall, packed record)
         self._job_dir = job_dir
         self._from_seq = from_seq
+        self._pick = pick
+        self._cut = cut
+        self._now = time.time()
         self._start = self._offset = self._seq = 0  # of the file, and from the log's beginning
         self._wall = 0.0
         self._damaged = False
@@ -407,11 +462,14 @@ class _Cursor:
 
     def _skip_known(self) -> None:
         """Begin in the last file in which what is wanted can be."""
-        for start in reversed(_segments(self._job_dir, self.rank) if self._from_seq > 1 else []):
+        if self._from_seq <= 1 and self._pick.since_s is None:
+            return
+        for start in reversed(_segments(self._job_dir, self.rank)):
             with contextlib.suppress(OSError, struct.error):
                 head = _pread(_log_path(self._job_dir, self.rank, start), HEADER.size, 0)
-                first = HEADER.unpack(head)[1]
-                if first <= self._from_seq:
+                _, first, wall, _, _ = HEADER.unpack(head)
+                old = self._pick.since_s is not None and wall < self._now - self._pick.since_s
+                if first <= self._from_seq or old:
                     self._start = self._offset = start
                     self._seq = first - 1
                     return
@@ -460,8 +518,12 @@ class _Cursor:
                 note = LogRecord(self.rank, seq - 1, wall, LogStream.NOTE, gap.encode())
                 self.heads.append((wall, note.pack()))
             self._seq, self._wall = seq, wall
-            if seq >= self._from_seq:
-                self.heads.append((wall, data[at:end]))
+            if seq >= self._from_seq and self._pick.takes(stream, wall, self._now):
+                piece = data[at:end]
+                if self._cut and seq == self._from_seq:
+                    body = piece[HEADER.size + self._cut :]
+                    piece = LogRecord(rank, seq, wall, LogStream(stream), body).pack()
+                self.heads.append((wall, piece))
             at = end
         self._offset += at
         return at > 0
