@@ -34,6 +34,7 @@ from gpulayer.views import (
     refusal_lines,
     restart_lines,
     unreached_lines,
+    version_lines,
 )
 
 if TYPE_CHECKING:
@@ -131,6 +132,8 @@ class Ui:
         width = self.tables_width - len("gpulayer:   ")
         lines = unreached_lines(error.unreached, width) if isinstance(error, PathsCutError) else []
         for line in lines or refusal_lines(error.refusals, error.counted, width):
+            self._line(self._err, f"gpulayer:   {line}")
+        for line in version_lines(error.versions, width):
             self._line(self._err, f"gpulayer:   {line}")
 
     def plan(self, plan: Plan, request: JobRequest, bundle: Bundle, *, here: str = "") -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gpulayer_mesh.core.logrecord import LogRecord
     from gpulayer_mesh.core.placement import Plan
     from gpulayer_mesh.core.types import Blocked, Link, MemberSnapshot, Snapshot
-    from gpulayer_mesh.errors import Refusal, Unreached
+    from gpulayer_mesh.errors import Refusal, Unreached, Versions
 
     from gpulayer.services import Service
 
@@ -28,6 +28,7 @@ SCHEMA = 1
 TABLE_WIDTH = 100  # columns; half of a common screen
 _TAIL_LINES = 20  # a traceback with its cause, on one screen
 _REFUSED = 10  # nodes that a plan explains; a refused request explains all
+_VERSIONS = 20  # nodes whose versions are shown
 _CLIP_MIN = 6  # columns that a clipped cell keeps
 
 
@@ -369,6 +370,20 @@ def refusal_lines(
     return table(("NODE", "COUNTS", "WHY NOT"), rows, width=width, shrink=(0, 2))
 
 
+def version_lines(versions: Sequence[Versions], width: int = TABLE_WIDTH) -> list[str]:
+    """Return one row per node where versions differ, and what would make them alike."""
+    if not versions:
+        return []
+    from gpulayer_mesh.core.versions import fix
+
+    rows = [(one.node, one.torch, one.python, one.gpulayer) for one in versions[:_VERSIONS]]
+    header = ("NODE", "TORCH", "PYTHON", "GPULAYER")
+    lines = table(header, rows, width=width, shrink=(0, 1))
+    if len(versions) > _VERSIONS:
+        lines.append(f"and {len(versions) - _VERSIONS} more nodes")
+    return [*lines, clean(fix(versions))]
+
+
 def unreached_lines(unreached: Sequence[Unreached], width: int = TABLE_WIDTH) -> list[str]:
     """Return one row per direction in which a job's ranks could not connect."""
     if not unreached:
@@ -412,7 +427,9 @@ def plan_lines(plan: Plan, name: str, *, here: str = "", width: int = TABLE_WIDT
     lines += [clip(clean(f"  not {r.node}: {r.reason}"), width) for r in plan.refused[:_REFUSED]]
     if len(plan.refused) > _REFUSED:
         lines.append(f"  not {len(plan.refused) - _REFUSED} more nodes")
-    return lines + [f"  note: {clean(warning)}" for warning in plan.warnings]
+    lines += [f"  note: {clean(warning)}" for warning in plan.warnings]
+    found = version_lines(plan.versions, width - len("    "))
+    return lines + ["  note: versions differ", *(f"    {line}" for line in found)] * bool(found)
 
 
 def restart_lines(spec: JobSpec, names: Mapping[str, str]) -> list[str]:

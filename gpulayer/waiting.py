@@ -257,7 +257,11 @@ def reasons(busy: PlacementBusyError) -> str:
 def _gave_up(busy: PlacementBusyError, waited_s: float) -> PlacementBusyError:
     what = f"gave up after {waited_s:.0f} s" if waited_s else "it would have to wait"
     return PlacementBusyError(
-        f"{busy.message}; {what}", refusals=busy.refusals, counted=busy.counted, hint=busy.hint
+        f"{busy.message}; {what}",
+        refusals=busy.refusals,
+        counted=busy.counted,
+        versions=busy.versions,
+        hint=busy.hint,
     )
 
 

@@ -47,6 +47,7 @@ from gpulayer_mesh.errors import (
     PlacementError,
     Refusal,
     Unreached,
+    Versions,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -344,6 +345,24 @@ def test_refused_placement_lists_every_node_and_why() -> None:
     assert "no CUDA device" in lines[2]
     assert lines[-1] == "gpulayer: hint: ask for less"
     assert max(map(len, lines)) <= 100
+
+
+def test_versions_that_differ_are_one_table_and_one_fix() -> None:
+    rows = (
+        Versions("box-1", "2.13.0+cpu", "3.11.7", "0.1.0"),
+        Versions("box-2", "2.12.1", "3.11.7", "0.1.0"),
+        Versions("box-3", "2.13.0+cpu", "3.12.1", "0.1.0"),
+    )
+    assert words(PlacementError("too few", versions=rows)) == [
+        "gpulayer: error: too few",
+        "gpulayer:   NODE   TORCH       PYTHON  GPULAYER",
+        "gpulayer:   box-1  2.13.0+cpu  3.11.7  0.1.0",
+        "gpulayer:   box-2  2.12.1      3.11.7  0.1.0",
+        "gpulayer:   box-3  2.13.0+cpu  3.12.1  0.1.0",
+        "gpulayer:   to make them alike, install torch 2.13.0+cpu on box-2, Python 3.11.7 on box-3",
+    ]
+    many = tuple(Versions(f"n{i}", f"2.{i % 2}.0", "3.11.7", "0.1.0") for i in range(30))
+    assert words(PlacementError("too few", versions=many))[-2] == "gpulayer:   and 10 more nodes"
 
 
 def test_paths_that_are_cut_are_one_table_with_direction_ports_and_remedy() -> None:

@@ -131,6 +131,16 @@ class Unreached:
     back: bool  # whether the target reaches the source
 
 
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """What one node has, where nodes of a job differ."""
+
+    node: str  # name as the user knows it
+    torch: str  # with its build: "2.13.0+cpu"
+    python: str
+    gpulayer: str
+
+
 class PlacementError(GpuLayerError):
     """A request cannot be placed; carries every node's reason, and who would have counted."""
 
@@ -142,10 +152,12 @@ class PlacementError(GpuLayerError):
         *,
         refusals: tuple[Refusal, ...] = (),
         counted: tuple[str, ...] = (),
+        versions: tuple[Versions, ...] = (),
         hint: str | None = None,
     ) -> None:
         super().__init__(message, hint=hint)
         self.refusals = refusals
+        self.versions = versions  # of the nodes that fit but for these
         self.counted = counted  # names of the nodes that fit
 
 

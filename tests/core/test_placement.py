@@ -192,14 +192,15 @@ def test_largest_agreeing_group_is_used() -> None:
     ]
     found = plan(Request(nodes=2), mesh(*members))
     assert sorted(names(found)) == ["a", "b"]
-    assert found.warnings == (
-        "Python differs: 3.11.7, 3.11.9",
-        "torch differs: 2.13.0+cpu, 2.13.1",
-    )
+    assert {(one.node, one.torch, one.python) for one in found.versions} == {
+        ("a", "2.13.0+cpu", "3.11.7"),
+        ("b", "2.13.1", "3.11.9"),
+    }
     assert why(found.refused, "old") == Refusal(
         "old", "torch 2.12 and Python 3.11, the others have torch 2.13 and Python 3.11", True
     )
     error = never(Request(nodes=4), mesh(*members))
+    assert {one.node for one in error.versions} == {"a", "b", "old", "newer"}
     assert why(error.refusals, "newer").reason.startswith("torch 2.13 and Python 3.13, the others")
     assert names(plan(Request(target="old"), mesh(*members))) == ["old"]
 

@@ -19,6 +19,7 @@ from itertools import pairwise
 from math import inf
 from typing import Literal
 
+from gpulayer_mesh.core import versions as version_rows
 from gpulayer_mesh.core.devicecare import unfit, users
 from gpulayer_mesh.core.interconnect import fastest_ring
 from gpulayer_mesh.core.jobspec import Slot
@@ -35,7 +36,7 @@ from gpulayer_mesh.core.types import (
     Snapshot,
 )
 from gpulayer_mesh.core.wires import Wires
-from gpulayer_mesh.errors import ConfigError, PlacementBusyError, PlacementError, Refusal
+from gpulayer_mesh.errors import ConfigError, PlacementBusyError, PlacementError, Refusal, Versions
 
 NODES_MAX = 1024  # slots of a job spec
 PROCESSES_MAX = 1024  # of one slot
@@ -65,6 +66,7 @@ class Plan:
     chosen: tuple[tuple[str, str], ...]  # (node name, why), in slot order
     refused: tuple[Refusal, ...]  # every other member
     warnings: tuple[str, ...] = ()
+    versions: tuple[Versions, ...] = ()  # of the chosen, where they differ
 
     @property
     def world_size(self) -> int:
@@ -113,6 +115,7 @@ class _Attempt:
     fits: list[_Fit]
     refused: list[Refusal]
     later: list[_Fit]  # nodes that could take their part once they are free
+    versions: tuple[Versions, ...] = ()  # of all that would fit, where these differ too much
 
     @property
     def ever(self) -> int:
@@ -148,6 +151,7 @@ def plan(request: Request, snapshot: Snapshot, kept: Mapping[NodeId, str] | None
             f"{_holders(refusals)}",
             refusals=refusals,
             counted=counted,
+            versions=attempt.versions,
         )
     can = f"only {attempt.hoped}" if attempt.hoped else "none"
     raise PlacementError(
@@ -155,6 +159,7 @@ def plan(request: Request, snapshot: Snapshot, kept: Mapping[NodeId, str] | None
         f"{len(snapshot.members)} members can ever do it",
         refusals=refusals,
         counted=counted,
+        versions=attempt.versions,
         hint="`gpulayer mesh status` shows what each node has",
     )
 
@@ -413,6 +418,7 @@ def _agreeing(attempt: _Attempt, request: Request) -> _Attempt:
         return len(now) >= request.nodes, ever >= request.nodes, ever, len(now), numbers
 
     best = max(groups, key=size)
+    rows = tuple(version_rows.of(fit.member) for fit in (*attempt.fits, *attempt.later))
     rest = [fit for v, (now, later) in groups.items() if v != best for fit in now + later]
     names = {fit.member.node for fit in rest}
     later_names = {fit.member.name for fit in attempt.later if fit.member.node in names}
@@ -428,7 +434,7 @@ def _agreeing(attempt: _Attempt, request: Request) -> _Attempt:
         for fit in rest
     ]
     now, later = groups[best]
-    return _Attempt(attempt.accelerator, now, refused, later)
+    return _Attempt(attempt.accelerator, now, refused, later, rows)
 
 
 def _choose(
@@ -468,9 +474,16 @@ def _choose(
             for better in passed_over
             if better.ever
         )
-        + _warnings(chosen, slots)
+        + _warnings(slots)
         + _crossings(chosen, said),
+        _differing(chosen),
     )
+
+
+def _differing(chosen: Sequence[_Fit]) -> tuple[Versions, ...]:
+    """Return the versions of all nodes where any of them differs, else nothing."""
+    rows = tuple(version_rows.of(fit.member) for fit in chosen)
+    return rows if version_rows.differ(rows) else ()
 
 
 def _pool(fits: Sequence[_Fit], nodes: int, wires: Wires) -> tuple[list[int], str]:
@@ -552,14 +565,8 @@ def _crossings(chosen: Sequence[_Fit], said: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def _warnings(chosen: Sequence[_Fit], slots: Sequence[Slot]) -> tuple[str, ...]:
+def _warnings(slots: Sequence[Slot]) -> tuple[str, ...]:
     warnings = []
-    pythons = sorted({fit.caps.python for fit in chosen})
-    if len(pythons) > 1:
-        warnings.append(f"Python differs: {', '.join(pythons)}")
-    torches = sorted({fit.caps.torch.version for fit in chosen if fit.caps.torch is not None})
-    if len(torches) > 1:
-        warnings.append(f"torch differs: {', '.join(torches)}")
     counts = [slot.processes for slot in slots]
     if len(set(counts)) > 1:
         warnings.append(
