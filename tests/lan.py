@@ -250,6 +250,13 @@ class Host:
         """Plug the cable in again."""
         _ip("-n", self._switch, "link", "set", self._port, "up")
 
+    def isolate(self, apart: bool) -> None:
+        """Have the switch keep this host from all others that are isolated, as an access point."""
+        state = "on" if apart else "off"
+        _ip(
+            "-n", self._switch, "link", "set", self._port, "type", "bridge_slave", "isolated", state
+        )
+
     def block(
         self, protocol: str, ports: str = "1:65535", sources: Sequence[str] | None = None
     ) -> None:

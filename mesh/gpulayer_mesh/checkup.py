@@ -22,7 +22,7 @@ import psutil
 
 import gpulayer_mesh
 from gpulayer_mesh import config as configuration
-from gpulayer_mesh.client import MeshClient
+from gpulayer_mesh.client import MeshClient, merged
 from gpulayer_mesh.config import AgentConfig
 from gpulayer_mesh.core import wire
 from gpulayer_mesh.core.devicecare import DeviceCare
@@ -319,10 +319,12 @@ class _Members:
         return rows, None
 
     async def _dials(self, row: MemberSnapshot) -> tuple[Dial, ...]:
-        where = rank_addresses(row.addresses, self._interfaces)
+        # What is remembered as well: of two machines with one identity, others know the last.
+        known = merged(self.client.addresses(row.node), row.addresses)
+        where = rank_addresses(known, self._interfaces)
         found = await dialling.dials(self.client.dialer.who_is, row.node, where, self._gate)
-        known = surroundings.neighbours()
-        return tuple(replace(one, resolved=known.get(one.host)) for one in found)
+        seen = surroundings.neighbours()
+        return tuple(replace(one, resolved=seen.get(one.host)) for one in found)
 
     async def _member(
         self, row: MemberSnapshot, dials: tuple[Dial, ...], others: Sequence[MemberSnapshot]
@@ -379,11 +381,20 @@ class _Members:
         if health is not None and health.copies:
             found.append(await self._copy(self._us, "", health.copies, None))
         for member in members:
-            if member.health is not None and member.health.copies:
+            said = member.health
+            if said is None:
+                continue
+            if said.copies:
                 # The one that answered us; which of both that is is chance.
                 ours = self.client.dialer.good_address(member.node)
-                copies = member.health.copies
-                found.append(await self._copy(member.node, member.name, copies, ours))
+                found.append(await self._copy(member.node, member.name, said.copies, ours))
+                continue
+            claimed = {address.host for address in said.addresses}
+            proven = [d.host for d in member.dials if d.outcome is Outcome.MEMBER]
+            strange = tuple(host for host in proven if host not in claimed and "%" not in host)
+            if claimed and strange:
+                own_hosts = tuple(host for host in proven if host in claimed)
+                found.append(IdentityCopy(member.name, False, strange, own_hosts, True))
         alive = own is not None and own.state is NodeState.ALIVE
         if own is not None and alive and not self._agent:
             # Nobody should live under our identity, for we run no agent.

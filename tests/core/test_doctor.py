@@ -250,6 +250,8 @@ def test_container_whose_network_passes_no_multicast() -> None:
         (Named.CONTAINER_WITHOUT_MULTICAST, Severity.WARNING, "")
     ]
     assert told(healthy(container="docker")) == []  # with the host's network
+    own = healthy(multicast=Multicast((Ear("eth0"),)), container="docker")
+    assert told(own) == [(Named.MULTICAST_BLOCKED, Severity.WARNING, "")]
     bridged = Interface("eth0", "ethernet", None, ("172.17.0.2/16",))
     alone = healthy(container="podman", interfaces=(bridged,), members=(), multicast=none)
     assert told(alone) == [(Named.CONTAINER_WITHOUT_MULTICAST, Severity.WARNING, "")]
@@ -358,6 +360,19 @@ def test_requests_of_long_ago_prove_nothing() -> None:
         member("box-2", reached=closed, health=old),
     )
     assert told(facts) == [(Named.MEMBER_UNREACHABLE, Severity.ERROR, "box-1")]
+
+
+def test_refused_connections_mean_that_the_agent_is_gone() -> None:
+    closed = {NODE["box-1"]: "10.0.0.1 port 17433: connection refused"}
+    met = replace(HEALTH, met={NODE["box-1"]: 12.0})
+    facts = with_members(
+        healthy(),
+        member("box-1", Outcome.REFUSED),
+        member("box-2", reached=closed, health=met),
+    )
+    verdict = only(facts)
+    assert verdict.name is Named.MEMBER_UNREACHABLE
+    assert verdict.fix == "start gpulayer-agent on box-1"
 
 
 def test_member_that_is_dead_for_all_is_a_warning() -> None:

@@ -100,6 +100,7 @@ class Health:
     port: Annotated[int, Meta(ge=0, le=65535)]
     wanted_port: Annotated[int, Meta(ge=0, le=65535)]
     multicast: bool = True  # False: it was bound to addresses where it uses none
+    addresses: Addresses = ()  # where it says it may be reached
     mdns: Text = ""  # what keeps it from using mDNS
     disk_free_mib: Annotated[int, Meta(ge=0)] | None = None
     shared_memory: Room | None = None

@@ -306,8 +306,8 @@ _DOCKER_AND_WSL = ipaddress.ip_network("172.16.0.0/12")
 def _hears_nobody(facts: Facts) -> bool:
     """Whether multicast ends at a bridge: no member is heard, or the address is of such a one."""
     ears = facts.multicast.ears if facts.multicast else ()
-    if any(ear.others for ear in ears):
-        return False
+    if any(ear.others or not ear.own for ear in ears):
+        return False  # somebody is heard, or this machine's own firewall is in the way
     if any(m.health and m.health.multicast for m in facts.members):
         return bool(ears)
     own = [ip for ip in _addresses(facts) if ip.version == 4]
@@ -411,10 +411,19 @@ def _one_way(facts: Facts) -> Iterator[Verdict]:
 
 
 def _one_way_members(facts: Facts) -> list[Member]:
+    # Where connections are refused the machine is there and its agent is not: it said farewell to
+    # nobody, and what it asked for a minute ago proves nothing.
+    gone = [
+        member
+        for member in facts.members
+        if not member.health and any(d.outcome is Outcome.REFUSED for d in member.dials)
+    ]
     return [
         member
         for member in facts.members
-        if any(failed for _, failed in _inwards(facts, member)) and _outwards(facts, member)
+        if not any(member is one for one in gone)
+        and any(failed for _, failed in _inwards(facts, member))
+        and _outwards(facts, member)
     ]
 
 

@@ -463,6 +463,7 @@ class Agent:
             port=self.port,
             wanted_port=self.config.port,
             multicast=self._uses_multicast(),
+            addresses=self._addresses(),
             mdns=(self.discovery.problem or "")[:256],
             disk_free_mib=disk.free_mib if disk else None,
             shared_memory=await asyncio.to_thread(surroundings.shared_memory),
