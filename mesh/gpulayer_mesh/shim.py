@@ -294,7 +294,7 @@ class Shim:
         self._selector = selectors.DefaultSelector()
         self._catch_signals()
         self._lease_at = time.monotonic()
-        self._event("started", pid=os.getpid(), cookie=self._cookie)
+        self._event("started", pid=os.getpid(), cookie=self._cookie, boot=boot_id())
         if self._pending:  # a full disk: nobody would know of the ranks, nor how to stop them
             return
         try:
@@ -767,6 +767,15 @@ def _piece_end(data: bytes, start: int) -> int:
 def _whole_lines(kept: bytes) -> bytes:
     """Without the half line at the front, if the front was cut off."""
     return kept[kept.find(b"\n") + 1 :] if len(kept) == DATA_MAX else kept
+
+
+def boot_id() -> str:
+    """Return what changes with each start of this machine, "" where the system does not tell."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read(64).strip()
+    except OSError:
+        return ""
 
 
 def _boot_clock() -> float:

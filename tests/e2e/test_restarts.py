@@ -126,6 +126,24 @@ def test_lost_machine_of_rank_0_is_replaced_and_nothing_is_lost(whole: LanMesh) 
     assert run.wait(60) == 0, run.output()
 
 
+def test_machine_that_was_rebooted_is_named_as_such(whole: LanMesh) -> None:
+    run, marks = start(whole, "reboot", "--nodes", "2", "--restarts", "1")
+    box = host_of(whole, run, 1)
+    host_of(whole, run, 0)
+    statuses = (box.home / ".local/share/gpulayer/jobs").glob("*/status")
+    status = max(statuses, key=lambda path: path.stat().st_mtime)
+    box.kill_all()
+    # All boxes have one kernel: another boot's id is written in its place.
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert boot in status.read_text()
+    status.write_text(status.read_text().replace(boot, "another boot"))
+    whole.start_agent(box)
+    run.expect(rf"node {box.name}: the machine was rebooted; restarting \(1 of 1\)$", 40)
+    run.expect(r"^\[0\|\S+\] attempt 1", 90)
+    mark(marks, "finish")
+    assert run.wait(60) == 0, run.output()
+
+
 TRAINER = """
 import os, signal, sys, time
 import torch

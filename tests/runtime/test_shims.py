@@ -473,6 +473,11 @@ async def test_killed_shim_takes_its_ranks_along(tmp_path: Path) -> None:
     os.kill(shim_pid, signal.SIGKILL)
     await job.run(ShimLost)
     assert job.events[-1] == ShimLost("the shim is gone without a word")
+    status = job.dir / "status"
+    status.write_text(status.read_text().replace(shim.boot_id(), "another boot"))
+    assert [event async for event in ShimRunner().watch(job.dir)][-1] == ShimLost(
+        "the machine was rebooted"
+    )
     await eventually(lambda: not any(map(is_running, pids)))
     assert not job.survivors()
     assert not job.runner.alive(job.dir)

@@ -91,6 +91,7 @@ class _Line(msgspec.Struct, frozen=True, tag_field="event"):
 class _Started(_Line, frozen=True, tag="started"):
     pid: int
     cookie: str
+    boot: str = ""  # of the machine, as `shim.boot_id`
 
 
 class _RankStarted(_Line, frozen=True, tag="rank-started"):
@@ -228,7 +229,7 @@ class ShimRunner:
         stopped the ranks on its own. A rank's log is complete when its RankExited comes.
         """
         status = _Status(job_dir)
-        cookie = problem = ""
+        cookie = problem = boot = ""
         next_touch = 0.0
         began = quiet_since = time.monotonic()
         while True:
@@ -242,7 +243,7 @@ class ShimRunner:
                 quiet_since = now
                 match line:
                     case _Started():
-                        cookie = line.cookie
+                        cookie, boot = line.cookie, line.boot
                     case _RankStarted():
                         yield hosted.RankStarted(line.rank, line.pid)
                     case _RankExited():
@@ -266,6 +267,8 @@ class ShimRunner:
                         assert_never(line)
             if not alive and (known or now - began > START_DEADLINE_S):
                 left = await asyncio.to_thread(_sweep, cookie) if cookie else []
+                if boot and boot != shim.boot_id():
+                    problem = problem or "the machine was rebooted"
                 problem = problem or "the shim is gone without a word"
                 yield hosted.ShimLost(problem + (f"; processes left: {left}" if left else ""))
                 return
