@@ -432,6 +432,34 @@ def test_job_of_a_killed_launcher_goes_on_or_stops_as_it_was_asked(
     assert saved.read_text() == ("finished" if stays else "stopped")
 
 
+TRAIN = ("python", "train.py")
+LINGERS = """
+import os, signal, sys, time
+def linger(*_):
+    print("lingers", flush=True)
+    time.sleep(3)
+    sys.exit(0)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, linger)
+print("up", flush=True)
+while True:
+    time.sleep(0.1)
+"""
+
+
+def test_launcher_killed_while_its_job_stops_leaves_nothing(mesh: LanMesh) -> None:
+    job = run(mesh, "--nodes", "2", command=TRAIN, cwd=folder_with(mesh, "lingers", LINGERS))
+    for rank in (0, 1):
+        job.expect(rf"^\[{rank}\|\S+\] up", 60)
+    job.interrupt()
+    job.expect("lingers$", 20)
+    job.kill()
+    job.wait(5)
+    until(lambda: not any(row["jobs"] for row in mesh.status().values()), 20, every_s=1.0)
+    last = newest_job(mesh)
+    assert (last["state"], last["cause"]) == ("cancelled", "stopped by laptop")
+
+
 def test_frozen_viewer_holds_up_nobody_and_misses_nothing(mesh: LanMesh) -> None:
     """What is printed meanwhile, 20 MB, fits no socket: most of it must wait in the node's log."""
     script = (

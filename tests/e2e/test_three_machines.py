@@ -295,18 +295,19 @@ def test_detached_job_is_followed_stopped_and_fetched(mesh: LanMesh) -> None:
     folder = script(
         mesh,
         "detached",
+        "from gpulayer.pytorch import launch\n"
+        "launch(nodes=1, target='mesh', detach=True)\n"
         "import os, time\n"
         "open(os.environ['GPULAYER_OUT'] + '/kept.txt', 'w').write('here')\n"
         "open('made.txt', 'w').write('there')\n"
         "print('started', flush=True)\n"
         "time.sleep(600)\n",
     )
-    done = mesh.laptop.run(
-        [GPULAYER, "run", "--detach", "--", "python", "train.py"], cwd=folder, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
+    done = mesh.laptop.run(["python", "train.py"], cwd=folder, timeout=60)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
     job = json.loads(mesh.gpulayer("jobs", "--json").stdout)["jobs"][0]
     ident = job["job"]
+    assert f"gpulayer:   watch it:  gpulayer attach {ident}" in done.stderr
     until(lambda: "started" in mesh.gpulayer("logs", ident).stdout, 20)
     rows = mesh.status()
     assert any(ident in json.dumps(row["jobs"]) for row in rows.values())
@@ -318,6 +319,18 @@ def test_detached_job_is_followed_stopped_and_fetched(mesh: LanMesh) -> None:
     home = folder / "gpulayer_jobs" / ident
     assert (home / "kept.txt").read_text() == "here"
     assert (home / "made.txt").read_text() == "there"
+
+
+def test_printed_line_is_seen_within_two_seconds(mesh: LanMesh) -> None:
+    prints = "import time\nfor i in range(9): print(i, time.time(), flush=True); time.sleep(0.3)"
+    run = mesh.laptop.popen([GPULAYER, "run", "--nodes", "2", "--", "python", "-c", prints])
+    lags = []
+    for number in range(9):  # the boxes and this test have one clock
+        at = float(run.expect(rf"^\[1\|\S+\] {number} (\S+)$", 60)[1])
+        lags.append(time.time() - at)
+    assert run.wait(30) == 0, run.output()
+    print(f"lines of a rank were seen {min(lags):.2f} to {max(lags):.2f} s after they were printed")
+    assert sorted(lags)[len(lags) // 2] < 2
 
 
 def test_request_for_more_machines_than_there_are_is_refused(mesh: LanMesh) -> None:
