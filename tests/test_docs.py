@@ -47,6 +47,7 @@ ELSEWHERE = {
     "gpulayer mesh create": ("tests/e2e/meshes.py", '"mesh", "create"'),
     "gpulayer mesh invite --uses 3": ("tests/e2e/meshes.py", '"mesh", "invite", "--uses"'),
     "gpulayer-agent --join gpl1-...": ("tests/e2e/meshes.py", '"--join", line'),
+    "gpulayer doctor": ("tests/e2e/test_doctor.py", '"doctor", "--json"'),
     "python train.py": (LAN_TEST, "def test_trainer_on_three_machines_equals_one_process"),
 }
 # Complete scripts of the pages: the only line that the launching process prints, or the file that

@@ -12,8 +12,9 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import tempfile
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -85,14 +86,13 @@ async def examine(home: Path) -> Facts:
     checks = _Checks()
     try:
         config = configuration.agent_config([], {"GPULAYER_HOME": str(home)})
-        identity = identities.load_or_create(home)
-        mesh = identities.load_mesh(identity)
+        identity, mesh = _state(home)
     except (GpuLayerError, OSError) as e:
         checks.leave(_OF_MEMBERS, "the state folder cannot be used")
         facts = replace(facts, state_problem=_problem(e))
         return await _this_machine(facts, checks, home, None, None, environ)
     agent = _agent(home)
-    if mesh is None:
+    if identity is None or mesh is None:
         checks.leave(_OF_MEMBERS, "this machine belongs to no mesh")
         return await _this_machine(facts, checks, home, config, agent, environ)
     members = _Members(MeshClient(home, identity, mesh), interfaces, checks, agent is not None)
@@ -136,6 +136,14 @@ class _Checks:
     def leave(self, checks: Iterable[Check], why: str) -> None:
         for check in checks:
             self.unchecked.setdefault(check, why)
+
+
+def _state(home: Path) -> tuple[identities.Identity | None, identities.MeshFiles | None]:
+    """Load what there is; a machine that is only looked at gets no key."""
+    if not (home / "identity.key").exists():
+        return None, None
+    identity = identities.load_or_create(home)
+    return identity, identities.load_mesh(identity)
 
 
 def _problem(error: BaseException) -> tuple[str, str]:
@@ -206,17 +214,28 @@ async def _torch(
     if agent is not None:
         return None
     visible = environ.get("CUDA_VISIBLE_DEVICES")
-    machine = Machine(
-        home,
-        python=config.python,
-        version=gpulayer_mesh.__version__,
-        gpus=Gpus(visible, load_nvml()),
-        care=DeviceCare(lambda device: "", lambda job: False),
-        interfaces=lambda: (),
-    )
-    found = await machine.examine(TORCH_S)
+    with _kept(home) as folder:
+        machine = Machine(
+            folder,
+            python=config.python,
+            version=gpulayer_mesh.__version__,
+            gpus=Gpus(visible, load_nvml()),
+            care=DeviceCare(lambda device: "", lambda job: False),
+            interfaces=lambda: (),
+        )
+        found = await machine.examine(TORCH_S)
     hidden = visible is not None and visible.strip() in ("", "-1")
     return replace(found, hardware=surroundings.graphics_cards(), hidden=hidden)
+
+
+@contextlib.contextmanager
+def _kept(home: Path) -> Iterator[Path]:
+    """Where an answer of torch is kept for the next time: nowhere, if there is no state yet."""
+    if home.is_dir():
+        yield home
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
 
 
 async def _multicast(
