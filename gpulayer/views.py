@@ -512,6 +512,26 @@ def job_lines(
     )
 
 
+def silent_lines(records: Sequence[JobRecord], snapshot: Snapshot) -> list[str]:
+    """Return which nodes of jobs that are not over cannot be reached, and for how long."""
+    from gpulayer_mesh.core.jobspec import OVER
+    from gpulayer_mesh.core.types import NodeState
+
+    silent = {
+        member.node: member.since_s if member.heard_s is None else member.heard_s
+        for member in snapshot.members
+        if member.state is not None and member.state is not NodeState.ALIVE
+    }
+    return [
+        f"job {record.spec.id}: {clean(slot.name)} has not answered for "
+        f"{duration(silent[slot.node])}"
+        for record in records
+        if record.state not in OVER
+        for slot in record.spec.slots
+        if slot.node in silent
+    ]
+
+
 def _state(record: JobRecord) -> str:
     """Return a job's state; of an attempt that another one follows, which that is."""
     state, spec = record.state.value, record.spec

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import mesh_cases
 import pytest
 from gpulayer_mesh.client import Queued
 from gpulayer_mesh.core.jobspec import (
@@ -458,6 +459,19 @@ def test_success_and_stop_take_one_line() -> None:
         "cancelled after 12s: stopped by laptop"
         in outcome(record(JobState.CANCELLED, cause="stopped by laptop"))[0]
     )
+
+
+def test_nodes_of_a_job_that_do_not_answer_are_named_with_how_long() -> None:
+    running, over = record(JobState.RUNNING), record(JobState.FAILED, ended_age_s=4.0)
+    one, two, three = running.spec.slots
+    states = ((one, NodeState.ALIVE, 1.0), (two, NodeState.DEAD, 75.0), (three, None, None))
+    members = tuple(
+        mesh_cases.member(slot.name, node=slot.node, state=state, heard_s=heard_s)
+        for slot, state, heard_s in states
+    )
+    assert views.silent_lines([over, running], mesh_cases.mesh(*members)) == [
+        f"job {running.spec.id}: {two.name} has not answered for 1m15s"
+    ]
 
 
 def test_attempts_are_told_apart() -> None:

@@ -19,13 +19,21 @@ from gpulayer_mesh.client import MeshClient, Queued
 from gpulayer_mesh.core.jobspec import OVER, JobKind, JobRecord
 from gpulayer_mesh.core.logrecord import LogPick
 from gpulayer_mesh.core.restarts import origin_of
-from gpulayer_mesh.core.types import Accelerator
+from gpulayer_mesh.core.types import Accelerator, Snapshot
 from gpulayer_mesh.errors import ConfigError, ExitCode, GpuLayerError
 
 from gpulayer import env
 from gpulayer import jobs as viewing
 from gpulayer.ui import Ui
-from gpulayer.views import exit_code, job_lines, jobs_json, log_json, outcome_lines, rank_nodes
+from gpulayer.views import (
+    exit_code,
+    job_lines,
+    jobs_json,
+    log_json,
+    outcome_lines,
+    rank_nodes,
+    silent_lines,
+)
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 # On top of the grace time: ranks are killed, files listed, the record written; and a machine that
@@ -114,17 +122,19 @@ def program_name(argv: tuple[str, ...], python: bool) -> str:
 def jobs(args: Namespace, ui: Ui) -> int:
     """List jobs, newest first."""
 
-    async def ask() -> tuple[list[JobRecord], list[Queued]]:
+    async def ask() -> tuple[list[JobRecord], list[Queued], Snapshot]:
         async with await MeshClient.connect(env.home()) as client:
-            return await asyncio.gather(client.jobs(), client.queued())
+            return await asyncio.gather(client.jobs(), client.queued(), client.snapshot())
 
-    records, waiting = asyncio.run(ask())
+    records, waiting, snapshot = asyncio.run(ask())
     known = {record.spec.id for record in records}  # one may just have its turn
     queued = [one for one in reversed(waiting) if one.ticket.job not in known]
     if args.json:
         ui.data([json.dumps(jobs_json(records, queued))])
     elif records or queued:
         ui.data(job_lines(records, queued))
+        for line in silent_lines(records, snapshot):
+            ui.note(line)
     else:
         ui.note("no jobs yet")
     return ExitCode.OK
