@@ -316,9 +316,7 @@ def _add_jobs(commands: argparse._SubParsersAction[_Parser]) -> None:
     logs = _add(commands, "logs", "print a job's output", "job", "logs")
     _job(logs)
     logs.add_argument("-f", "--follow", action="store_true", help="until the job ends")
-    logs.add_argument(
-        "--ranks", "--rank", type=_ranks, metavar="R", help="only these ranks, e.g. 0,4-7"
-    )
+    logs.add_argument("--ranks", type=_ranks, metavar="R", help="only these ranks, e.g. 0,4-7")
     logs.add_argument("--stderr", action="store_true", help="only what ranks wrote to stderr")
     logs.add_argument(
         "--since", type=_since, metavar="TIME", help="nothing older: 10m, or 14:02, or a date"
