@@ -153,6 +153,24 @@ async def test_crash_or_hang_keeps_what_was_said_and_is_not_remembered(
     assert not (tmp_path / "torch.json").exists()
 
 
+async def test_doctor_hears_what_torch_does_and_leaves_it_for_the_agent(tmp_path: Path) -> None:
+    python = interpreter(tmp_path, lines({"torch": "2.13.0"}, {"works": "cpu"}, {"done": True}))
+    facts = await machine(tmp_path, python, TwoGpus()).examine(20.0)
+    assert facts.abilities is not None
+    assert facts.abilities.accelerators == (Accelerator.CPU,)
+    assert (facts.driver_gpus, len(facts.devices)) == (2, 2)
+    assert await machine(tmp_path, python, TwoGpus()).examine(20.0) == facts
+    assert (tmp_path / "calls").read_text().split().count("prove") == 1
+
+
+async def test_doctor_does_not_wait_for_a_torch_that_hangs(tmp_path: Path) -> None:
+    python = interpreter(tmp_path, "sleep 60")
+    with pytest.raises(GpuLayerError, match=r"torch did not answer within 1 s"):
+        await machine(tmp_path, python).examine(1.0)
+    with pytest.raises(GpuLayerError, match="cannot be asked about torch"):
+        await machine(tmp_path, str(tmp_path / "missing")).examine(20.0)
+
+
 async def test_machine_without_torch_or_interpreter_still_answers(tmp_path: Path) -> None:
     bare = interpreter(tmp_path, "exit 1", key=json.dumps({"python": "3.11.7"}))
     (caps,) = await take(machine(tmp_path, bare).changes(), 1)
