@@ -8,7 +8,7 @@ milliseconds under any interpreter. The job folder is its whole interface:
 - `logs/rank<k>.log`  appended records, see `RECORD_FORMAT`; `core.logrecord` reads them. When it is
                    full the log goes on in `logs/rank<k>.<n>.log`, n the bytes before it, and the
                    oldest of `SEGMENTS` such files makes room for a new one
-- `stop`           written by the agent: `{"grace_s": 30, "kill": false}`
+- `stop`           written by the agent: `{"grace_s": 30, "kill": false, "reason": ""}`
 - `lease`          touched by the agent; the ranks end when it was not for `agent_silence_s`. With
                    `fence_grace_s` its time is set to the end of the lease instead, in seconds
                    since the machine's boot, after which they end whatever the agent does
@@ -476,7 +476,7 @@ class Shim:
         os.close(fd)
 
     def _stop(self, now: float, grace_s: float, kill: bool, reason: str) -> None:
-        """Begin or hasten the end; `reason` is empty where the agent asked."""
+        """Begin or hasten the end; `reason` is empty where the keeper asked."""
         deadline = now if kill else now + grace_s
         if self._kill_at is not None:
             self._kill_at = min(self._kill_at, deadline)
@@ -499,11 +499,12 @@ class Shim:
             self._stop_seen = seen
             try:
                 with open(path, encoding="utf-8") as file:
-                    order = json.loads(file.read(4096))
+                    order = json.loads(file.read(8192))
                 grace_s, kill = float(order["grace_s"]), bool(order["kill"])
-            except (OSError, ValueError, TypeError, KeyError):
-                grace_s, kill = self._grace_s, False  # unreadable, but still an order to stop
-            self._stop(now, grace_s, kill, "")
+                reason = str(order.get("reason", ""))  # an older agent gives none
+            except (OSError, ValueError, TypeError, KeyError, AttributeError):
+                grace_s, kill, reason = self._grace_s, False, ""  # but still an order to stop
+            self._stop(now, grace_s, kill, reason)
 
     def _poll_lease(self, now: float) -> None:
         if now < self._next_lease:

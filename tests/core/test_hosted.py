@@ -158,7 +158,7 @@ def test_silent_keeper_ends_the_ranks() -> None:
     box = Box().run()
     box.do(Renewed(), 20)
     assert box.do(Tick(), KEEPER_SILENT_S - 0.1) == []
-    assert box.do(Tick(), 0.1) == [StopShim(SILENT_GRACE_S)]
+    assert box.do(Tick(), 0.1) == [StopShim(SILENT_GRACE_S, "keeper unreachable for 19 s")]
     assert box.job.problem == "keeper unreachable for 19 s"
     assert box.job.keeper_lost
     assert box.states() == [RankState.STOPPING, RankState.STOPPING]
@@ -201,7 +201,7 @@ def test_ranks_that_do_not_start_end_the_part() -> None:
     box.do(RankStarted(0, 1))
     for _ in range(2):
         box.do(Renewed(), START_S / 2 - 1)
-    assert box.do(Tick(), 2) == [KillShim()]
+    assert box.do(Tick(), 2) == [KillShim("rank 1 did not start within 30 s")]
     assert box.job.problem == "rank 1 did not start within 30 s"
 
 
@@ -288,9 +288,10 @@ def test_adopted_job_takes_the_replayed_events() -> None:
         job.check()
     assert job.handle(2.0, ShimDone())[0] == FreeGrant()
     job = HostedJob.adopt(spec(1), 0, now=0.0)
-    assert job.handle(KEEPER_SILENT_S, Tick())[0] == StopShim(SILENT_GRACE_S)
+    silent = StopShim(SILENT_GRACE_S, "keeper unreachable for 19 s")
+    assert job.handle(KEEPER_SILENT_S, Tick())[0] == silent
     job = HostedJob.adopt(spec(1), 0, now=0.0, lease=5.0)
-    assert job.handle(5.0, Tick())[0] == StopShim(SILENT_GRACE_S)
+    assert job.handle(5.0, Tick())[0] == silent
 
 
 def test_illegal_move_carries_the_history() -> None:

@@ -488,6 +488,15 @@ async def test_second_stop_shortens_the_grace(tmp_path: Path) -> None:
     assert (end.signal, end.stopped) == (9, True)
 
 
+async def test_reason_of_a_stop_is_there_for_an_agent_that_comes_later(tmp_path: Path) -> None:
+    job = await Job(tmp_path, SLEEP).start()
+    job.runner.stop(job.dir, 5, "rank 0 waits for nobody")
+    job.runner.stop(job.dir, 1, "another one")
+    await job.run(ShimLost)
+    said = [event async for event in job.runner.watch(job.dir)]
+    assert said[-1] == job.events[-1] == ShimLost("rank 0 waits for nobody")
+
+
 async def test_stop_before_start_starts_nothing(tmp_path: Path) -> None:
     job = Job(tmp_path, "open('../out/rank0/ran', 'w')")
     job.runner.stop(job.dir, 1)

@@ -300,10 +300,10 @@ class Box:
                     self.spawn_shim(self.run_ranks(part))
                     if hosted.fence_grace_s(part.attempt.spec) is not None:
                         self.spawn_shim(self.fence(part))
-                case hosted.StopShim(grace_s):
+                case hosted.StopShim(grace_s, _):
                     delay = self.world.rng.choice([0.1, grace_s])
                     self.spawn_shim(self.end_ranks(part, delay))
-                case hosted.KillShim():
+                case hosted.KillShim(_):
                     self.spawn_shim(self.end_ranks(part, 0.1))
                 case hosted.FreeGrant():
                     if part.machine.keeper_lost:

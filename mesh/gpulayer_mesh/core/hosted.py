@@ -191,11 +191,12 @@ class StartShim:
 @dataclass(frozen=True, slots=True)
 class StopShim:
     grace_s: float
+    reason: str = ""  # the shim notes it, so that an agent which comes after this one knows
 
 
 @dataclass(frozen=True, slots=True)
 class KillShim:
-    pass
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,19 +436,19 @@ class HostedJob:
                 if status.state is RankState.RUNNING:
                     self._ranks[rank] = replace(status, state=RankState.STOPPING)
         if kill:
-            return self._kill(now)
+            return self._kill(now, reason)
         deadline = now + grace_s + KILL_AFTER_S
         if not first and (self._deadline is None or deadline >= self._deadline):
             return []
         self._deadline = deadline
-        return [StopShim(grace_s)]
+        return [StopShim(grace_s, reason)]
 
-    def _kill(self, now: float) -> list[Effect]:
+    def _kill(self, now: float, reason: str = "") -> list[Effect]:
         if self._killed:
             return []
         self._killed = True
         self._deadline = now + CONFIRM_S
-        return [KillShim()]
+        return [KillShim(reason)]
 
     def _give_up(self, now: float, event: Event, problem: str) -> list[Effect]:
         if self.phase in _BEFORE_START:

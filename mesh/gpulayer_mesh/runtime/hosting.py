@@ -391,10 +391,10 @@ class JobHost:
                         one.secrets = order.secrets  # for the next attempt, in memory only
                         self._restarting.part_began(one)
                     self._background.spawn(self._run_shim(one, order))
-                case hosted.StopShim(grace_s):
-                    self.site.shims.stop(one.path, grace_s)
-                case hosted.KillShim():
-                    self.site.shims.kill(one.path)
+                case hosted.StopShim(grace_s, reason):
+                    self.site.shims.stop(one.path, grace_s, reason)
+                case hosted.KillShim(reason):
+                    self.site.shims.kill(one.path, reason)
                 case hosted.HoldGrant():
                     self.site.reservations.hold(one.spec.id)
                 case hosted.FreeGrant():

@@ -290,13 +290,17 @@ class ShimRunner:
         except OSError:
             return 0.0
 
-    def stop(self, job_dir: Path, grace_s: float) -> None:
-        """Ask for SIGTERM now and SIGKILL after `grace_s`; again to shorten the grace."""
-        self._order(job_dir, {"grace_s": grace_s, "kill": False})
+    def stop(self, job_dir: Path, grace_s: float, reason: str = "") -> None:
+        """Ask for SIGTERM now and SIGKILL after `grace_s`; again to shorten the grace.
 
-    def kill(self, job_dir: Path) -> None:
-        """Ask for SIGKILL now."""
-        self._order(job_dir, {"grace_s": 0, "kill": True})
+        Args:
+            reason: what `watch` says in the end of a job whose first stop this was.
+        """
+        self._order(job_dir, {"grace_s": grace_s, "kill": False, "reason": reason})
+
+    def kill(self, job_dir: Path, reason: str = "") -> None:
+        """Ask for SIGKILL now; `reason` as in `stop`."""
+        self._order(job_dir, {"grace_s": 0, "kill": True, "reason": reason})
 
     def _order(self, job_dir: Path, order: dict[str, object]) -> None:
         try:
