@@ -491,6 +491,7 @@ async def test_second_stop_shortens_the_grace(tmp_path: Path) -> None:
 async def test_reason_of_a_stop_is_there_for_an_agent_that_comes_later(tmp_path: Path) -> None:
     job = await Job(tmp_path, SLEEP).start()
     job.runner.stop(job.dir, 5, "rank 0 waits for nobody")
+    await job.until_status("stopping")
     job.runner.stop(job.dir, 1, "another one")
     await job.run(ShimLost)
     said = [event async for event in job.runner.watch(job.dir)]

@@ -436,19 +436,19 @@ class HostedJob:
                 if status.state is RankState.RUNNING:
                     self._ranks[rank] = replace(status, state=RankState.STOPPING)
         if kill:
-            return self._kill(now, reason)
+            return self._kill(now)
         deadline = now + grace_s + KILL_AFTER_S
         if not first and (self._deadline is None or deadline >= self._deadline):
             return []
         self._deadline = deadline
-        return [StopShim(grace_s, reason)]
+        return [StopShim(grace_s, self.problem)]
 
-    def _kill(self, now: float, reason: str = "") -> list[Effect]:
+    def _kill(self, now: float) -> list[Effect]:
         if self._killed:
             return []
         self._killed = True
         self._deadline = now + CONFIRM_S
-        return [KillShim(reason)]
+        return [KillShim(self.problem)]
 
     def _give_up(self, now: float, event: Event, problem: str) -> list[Effect]:
         if self.phase in _BEFORE_START:
