@@ -20,7 +20,13 @@ from gpulayer_mesh.core.jobspec import OVER, JobRecord, JobSpec, JobState, Outpu
 from gpulayer_mesh.core.logrecord import EVERY_LINE, LogPick
 from gpulayer_mesh.core.manifest import output_problem
 from gpulayer_mesh.core.restarts import may_follow
-from gpulayer_mesh.errors import DiscoveryError, GpuLayerError, NotFoundError, TransportError
+from gpulayer_mesh.errors import (
+    DiscoveryError,
+    GpuLayerError,
+    NotAllowedError,
+    NotFoundError,
+    TransportError,
+)
 
 from gpulayer.ui import Ui, shown_path
 from gpulayer.views import attempt_line, counted, rank_nodes, restarting_line, size
@@ -322,17 +328,20 @@ async def bring_home(client: MeshClient, record: JobRecord, dest: Path, ui: Ui) 
     """Collect everything of a job that has ended, and print how it ended.
 
     Raises:
-        GpuLayerError: as `collect`, for a job that succeeded; a failed one is news enough.
+        GpuLayerError: as `collect`, for a job of ours that succeeded; a failed one is news enough,
+            and whoever only looks on may not have all that it left.
     """
     missing: GpuLayerError | None = None
     try:
         await collect(client, record, dest, ui)
     except GpuLayerError as e:
-        missing = e
-        if record.state is not JobState.SUCCEEDED:
+        theirs = record.spec.submitter != client.identity.node and isinstance(e, NotAllowedError)
+        if record.state is JobState.SUCCEEDED and not theirs:
+            missing = e
+        else:
             ui.note(e.message)
     ui.outcome(record)
-    if missing is not None and record.state is JobState.SUCCEEDED:
+    if missing is not None:
         raise missing
 
 

@@ -388,8 +388,8 @@ def _pack(request: JobRequest) -> _Packed:
     if where := _never_shipped(request.root):
         if request.python and not request.argv[0].startswith("-"):
             raise BundleError(
-                f"{request.name} lies in {where}, which is never shipped as a whole",
-                hint="move it into a folder of its own and run it there",
+                f"{request.argv[0]} is looked for in {where}, which is never shipped as a whole",
+                hint="run it from the folder that it lies in, below this one",
             )
         with tempfile.TemporaryDirectory() as nothing:
             return _Packed(

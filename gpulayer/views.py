@@ -464,9 +464,10 @@ def attempt_line(spec: JobSpec) -> str:
 
 
 def _failed(failure: Failure) -> str:
-    who = f"node {failure.node}" if failure.rank is None else f"rank {failure.rank}"
-    where = f" on {failure.node}" if failure.rank is not None else ""
-    return f"{who}{where} failed: {failure.reason}"
+    if failure.rank is None:
+        reason = failure.reason.removeprefix(f"node {failure.node}: ")
+        return f"node {failure.node} failed: {reason}"
+    return f"rank {failure.rank} on {failure.node} failed: {failure.reason}"
 
 
 def rank_nodes(spec: JobSpec) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from gpulayer_mesh import client as clients
-from gpulayer_mesh.client import MeshClient
+from gpulayer_mesh.client import MeshClient, Queued
 from gpulayer_mesh.core import wire
 from gpulayer_mesh.core.jobspec import (
     HostPhase,
@@ -28,6 +28,7 @@ from gpulayer_mesh.core.jobspec import (
 )
 from gpulayer_mesh.core.logrecord import LogRecord, LogStream
 from gpulayer_mesh.core.restarts import Change, next_spec
+from gpulayer_mesh.core.tickets import Ticket
 from gpulayer_mesh.core.types import Role
 from gpulayer_mesh.errors import (
     GpuLayerError,
@@ -269,6 +270,15 @@ async def test_who_may_not_is_told_who_may(
     with pytest.raises(NotAllowedError, match=said) as caught:
         await asked
     assert str(caught.value.hint).startswith(hint.replace("COMMAND", command))
+
+
+async def test_who_may_not_take_a_job_out_of_the_queue_is_told_who_may() -> None:
+    client = Refused(NotAllowedError("this member may not do that to this job"), NINE, OWNER)
+    ticket = Ticket(1, JOB, node(99), "laptop", "train.py", "1 node")
+    said = f"^box-9 may not stop job {JOB}: only laptop, which submitted it, and admins may"
+    with pytest.raises(NotAllowedError, match=said) as caught:
+        await client.stop_queued(Queued(ticket, 1, (node(0),)))
+    assert caught.value.hint == f"on laptop: gpulayer stop {JOB}"
 
 
 async def test_who_was_removed_is_told_that() -> None:

@@ -176,7 +176,7 @@ def test_home_and_what_holds_it_are_never_shipped(
     assert packed.bundle.files == 0
     assert packed.scan.notes == (f"{words} is not shipped; the job starts in an empty folder",)
     script = replace(request, argv=("train.py",), python=True, name="train.py")
-    with pytest.raises(BundleError, match=r"train\.py lies in .*, which is never shipped"):
+    with pytest.raises(BundleError, match=r"train\.py is looked for in .*, which is never shipped"):
         launcher._pack(script)
     (home / "project").mkdir()
     (home / "project" / "file").touch()

@@ -342,6 +342,8 @@ class MeshClient:
         if len(errors) < len(answers):  # its launcher asks all of them
             return True
         for error in errors:
+            if isinstance(error, NotAllowedError):
+                raise self._not_ours(job.ticket, error, "stop") from error
             if not isinstance(error, NotFoundError):
                 raise error
         return False
@@ -576,25 +578,28 @@ class MeshClient:
             try:
                 record = await self._first_answer(record, ask)
             except NotAllowedError as e:
-                raise self._not_ours(record, e, "stop") from e
+                raise self._not_ours(record.spec, e, "stop") from e
             later = await self.next_attempt(record) if record.successor else None
             if later is None:
                 return record
             record = later
 
-    def _not_ours(self, job: JobRecord, refusal: NotAllowedError, command: str) -> NotAllowedError:
+    def _not_ours(
+        self, job: JobSpec | Ticket, refusal: NotAllowedError, command: str
+    ) -> NotAllowedError:
         """Return a refusal that says who may: a node only says that this member may not."""
         if isinstance(refusal, RemovedError):
             return refusal
-        owner = self.book.members.get(job.spec.submitter)
-        whose = owner.name if owner else f"{job.spec.submitter_name} (no member any more)"
+        ident = job.id if isinstance(job, JobSpec) else job.job
+        owner = self.book.members.get(job.submitter)
+        whose = owner.name if owner else f"{job.submitter_name} (no member any more)"
         admins = [one.name for one in self.book.members.values() if Role.ADMIN in one.roles]
         may = dict.fromkeys([owner.name, *admins] if owner else admins)
         where = " or ".join(list(may)[:3])
         return NotAllowedError(
-            f"{self.name} may not {command} job {job.spec.id}: "
+            f"{self.name} may not {command} job {ident}: "
             f"only {whose}, which submitted it, and admins may",
-            hint=f"on {where}: gpulayer {command} {job.spec.id}"
+            hint=f"on {where}: gpulayer {command} {ident}"
             if where
             else "on the machine that founded the mesh: gpulayer mesh invite --role admin",
         )
@@ -756,7 +761,7 @@ class MeshClient:
         answers = await asyncio.gather(*(of(node) for node in nodes), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, NotAllowedError):
-                raise self._not_ours(record, answer, "get") from answer
+                raise self._not_ours(record.spec, answer, "get") from answer
         return list(_answered(nodes, answers))
 
     async def fetch(self, record: JobRecord, node: NodeId, file: OutputFile, dest: Path) -> None:

@@ -613,6 +613,27 @@ async def test_one_folder_can_be_asked_for(screen: Screen, tmp_path: Path) -> No
     ]
 
 
+@pytest.mark.parametrize("submitter", [SPEC.submitter, "8" * 64])
+async def test_who_looks_on_and_may_not_have_the_files_sees_the_job_succeed(
+    screen: Screen, tmp_path: Path, submitter: str
+) -> None:
+    class Refusing(ScriptedClient):
+        identity = Namespace(node=SPEC.submitter)
+
+        async def outputs(self, job: JobRecord) -> Any:
+            raise NotAllowedError("box-9 may not get it")
+
+    done = replace(DONE, spec=replace(SPEC, submitter=submitter))
+    bringing = jobs.bring_home(scripted(Refusing()), done, tmp_path, screen.ui)
+    if submitter == SPEC.submitter:
+        with pytest.raises(NotAllowedError):
+            await bringing
+    else:
+        await bringing
+        assert "gpulayer: box-9 may not get it\n" in screen.err.getvalue()
+    assert "succeeded" in screen.err.getvalue()
+
+
 async def test_nothing_to_bring_home_says_nothing(screen: Screen, tmp_path: Path) -> None:
     assert await jobs.collect(scripted(ScriptedClient()), DONE, tmp_path, screen.ui) == []
     assert screen.err.getvalue() == ""

@@ -158,8 +158,8 @@ def test_silent_keeper_ends_the_ranks() -> None:
     box = Box().run()
     box.do(Renewed(), 20)
     assert box.do(Tick(), KEEPER_SILENT_S - 0.1) == []
-    assert box.do(Tick(), 0.1) == [StopShim(SILENT_GRACE_S, "keeper unreachable for 19 s")]
-    assert box.job.problem == "keeper unreachable for 19 s"
+    assert box.do(Tick(), 0.1) == [StopShim(SILENT_GRACE_S, box.job.problem)]
+    assert box.job.problem == "the node of rank 0 did not answer for 19 s"
     assert box.job.keeper_lost
     assert box.states() == [RankState.STOPPING, RankState.STOPPING]
     box.do(Renewed())
@@ -288,7 +288,7 @@ def test_adopted_job_takes_the_replayed_events() -> None:
         job.check()
     assert job.handle(2.0, ShimDone())[0] == FreeGrant()
     job = HostedJob.adopt(spec(1), 0, now=0.0)
-    silent = StopShim(SILENT_GRACE_S, "keeper unreachable for 19 s")
+    silent = StopShim(SILENT_GRACE_S, "the node of rank 0 did not answer for 19 s")
     assert job.handle(KEEPER_SILENT_S, Tick())[0] == silent
     job = HostedJob.adopt(spec(1), 0, now=0.0, lease=5.0)
     assert job.handle(5.0, Tick())[0] == silent

@@ -550,7 +550,7 @@ async def test_part_that_is_over_fails_the_job_of_a_silent_keeper(
     await eventually(lambda: second.state() is JobState.FAILED)
     failure = second.host.jobs[JOB].current_record().failure
     assert failure is not None
-    assert failure.reason == "node of rank 0 lost: keeper unreachable for 0.2 s"
+    assert failure.reason == "node of rank 0 lost: it did not answer for 0.2 s"
 
 
 async def test_removing_the_keeper_fails_the_job_at_once(mesh: Mesh) -> None:

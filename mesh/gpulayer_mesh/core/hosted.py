@@ -475,7 +475,7 @@ class HostedJob:
             return self._give_up(now, event, f"launcher silent for {LEASE_S:g} s")
         if self.phase is HostPhase.RUNNING and now >= self._lease:
             self.keeper_lost = True
-            reason = f"keeper unreachable for {KEEPER_SILENT_S:g} s"
+            reason = f"the node of rank 0 did not answer for {KEEPER_SILENT_S:g} s"
             return self._stop(now, event, SILENT_GRACE_S, False, reason)
         if self.phase is HostPhase.RUNNING and late:
             waiting = [s.rank for s in self._ranks.values() if s.state is RankState.WAITING]

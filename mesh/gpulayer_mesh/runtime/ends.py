@@ -28,7 +28,7 @@ def without_keeper(spec: JobSpec, *, age_s: float, waiting: str = "") -> JobReco
         waiting: why the next attempt has not started, where that is known.
     """
     name = spec.slots[0].name
-    why = f"node of rank 0 lost: keeper unreachable for {hosted.KEEPER_SILENT_S:g} s"
+    why = f"node of rank 0 lost: it did not answer for {hosted.KEEPER_SILENT_S:g} s"
     return JobRecord(
         spec,
         JobState.RESTARTING,

@@ -402,7 +402,7 @@ class JobHost:
                     self._end_grant(one)
                     self._restarting.part_ended(one)
                     if one.machine.keeper_lost:
-                        self._keeper_lost(one, one.machine.problem)
+                        self._keeper_silent(one)
                     elif one.kept is None and any(
                         rank.state is RankState.EXITED for rank in one.report().ranks
                     ):
@@ -448,6 +448,9 @@ class JobHost:
         if self.jobs.pop(one.spec.id, None) is not None:
             self._remove(one.path)
 
+    def _keeper_silent(self, one: LiveJob) -> None:
+        self._keeper_lost(one, f"it did not answer for {hosted.KEEPER_SILENT_S:g} s")
+
     def _keeper_lost(self, one: LiveJob, why: str) -> None:
         """Answer viewers in the keeper's place: rank 0 is gone, so the job has failed, unless it
         was stopped.
@@ -492,7 +495,7 @@ class JobHost:
                 record = wire.decode_as(JobRecord, wire.unpack(answer, max_bytes=wire.BODY_MAX))
             except GpuLayerError:
                 if one.clock() - one.machine.heard >= hosted.KEEPER_SILENT_S:
-                    self._keeper_lost(one, f"keeper unreachable for {hosted.KEEPER_SILENT_S:g} s")
+                    self._keeper_silent(one)
                     return
                 continue
             self.called(one)
