@@ -38,6 +38,7 @@ class RankEnv:
     node: str | None  # name
     output_dir: Path | None  # $GPULAYER_OUT
     restart: int | None = None  # how often the job has started again; None: it never does
+    nodes: int = 1  # machines of the job
     restored: Path | None = None  # rank 0's $GPULAYER_OUT as it was before the restart
 
 
@@ -62,6 +63,7 @@ def rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:
         node=env.get("GPULAYER_NODE"),
         output_dir=Path(out) if out else None,
         restart=_number(env, "GPULAYER_RESTART", 0) if "GPULAYER_RESTART" in env else None,
+        nodes=_number(env, "GROUP_WORLD_SIZE", 1),
         restored=Path(restored) if restored else None,
     )
 

@@ -81,6 +81,7 @@ class JobRequest:
     secrets: Mapping[str, str] = field(default_factory=dict)
     stop_grace_s: float = 30.0
     call: int | None = None  # index of the Trainer call that the ranks execute
+    gradient_bytes: int = 0  # that each step sends; 0: not known
     extra_files: Mapping[str, Path] = field(default_factory=dict)  # path in the bundle -> file
     wait_s: float | None = None  # for busy nodes; 0: not at all, None: as long as it takes
     restarts: int = 0  # how often the whole job may start again after a failure

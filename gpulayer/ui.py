@@ -142,9 +142,13 @@ class Ui:
         Args:
             here: node id of this machine; the plan says so where it takes part itself.
         """
+        from gpulayer_mesh.core.speed import forecast
+
         width = self.tables_width - len("gpulayer: ")
         for line in plan_lines(plan, request.name, here=here, width=width):
             self.note(line)
+        if said := forecast(request.gradient_bytes, len(plan.slots), plan.slowest):
+            self.note(f"  note: {said}")
         self.note(f"bundle: {bundle.summary()}")
         for warning in bundle.warnings:
             self.note(f"  note: {warning}")

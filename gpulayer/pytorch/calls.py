@@ -22,6 +22,7 @@ from gpulayer import env as environment
 from gpulayer.pytorch import checkpoints, ending, launching, precision, prediction, results
 from gpulayer.pytorch.launching import Where
 from gpulayer.pytorch.module import Module
+from gpulayer.pytorch.pace import gradient_bytes
 
 if TYPE_CHECKING:
     from gpulayer.launcher import JobOutcome
@@ -35,6 +36,7 @@ def run(
     *,
     checkpoint: Callable[[], str | None],
     shares: bool = False,
+    trains: bool = False,
 ) -> Any:
     """Run one call where it belongs and return what it returns.
 
@@ -43,6 +45,7 @@ def run(
         checkpoint: returns which one that is; asked where the script was started, or where all of
             it runs.
         shares: each rank returns its share of a result, see `prediction.interleaved`.
+        trains: ranks average gradients; the plan says what that takes.
 
     Raises:
         SystemExit: it ran elsewhere and failed; with its exit code.
@@ -54,7 +57,7 @@ def run(
             trainer.num_nodes, trainer.devices, trainer.accelerator, trainer.target
         )
         if choice.where is not Where.HERE:
-            return _elsewhere(trainer, index, choice, model, checkpoint(), shares)
+            return _elsewhere(trainer, index, choice, model, checkpoint(), shares, trains)
         launching.refuse_here(choice, trainer._restarts, trainer._on_disconnect_s)
         if choice.kind is not None:
             precision.check(trainer.precision, choice.kind)
@@ -103,6 +106,7 @@ def _elsewhere(
     model: Module,
     checkpoint: str | None,
     shares: bool,
+    trains: bool,
 ) -> Any:
     if trainer.accelerator == "cpu":
         precision.check(trainer.precision, "cpu")
@@ -111,7 +115,8 @@ def _elsewhere(
         if checkpoint is not None:
             checkpoints.load(checkpoint)  # a fault in it should show before the ranks start
             files[f"{results.REPLAY}/{index}.ckpt"] = Path(checkpoint).resolve()
-        outcome = _job(trainer, index, choice, files)
+        sent = gradient_bytes(model) if trains and trainer.strategy != "fsdp" else 0
+        outcome = _job(trainer, index, choice, files, sent)
     if outcome.code != 0:
         if outcome.output_dir is not None:
             _take_what_is_left(trainer, index, model, outcome.output_dir)
@@ -135,7 +140,11 @@ def _elsewhere(
 
 
 def _job(
-    trainer: Trainer, index: int, choice: launching.Choice, files: dict[str, Path]
+    trainer: Trainer,
+    index: int,
+    choice: launching.Choice,
+    files: dict[str, Path],
+    sent_bytes: int,
 ) -> JobOutcome:
     from gpulayer_mesh.core.jobspec import JobKind
 
@@ -153,6 +162,7 @@ def _job(
         restarts=trainer._restarts,
         on_disconnect_s=trainer._on_disconnect_s,
         call=index,
+        gradient_bytes=sent_bytes,
         extra_files=files,
     )
 

@@ -30,6 +30,7 @@ from gpulayer.pytorch.evaluation import Evaluation, takes, transfer_of, transfer
 from gpulayer.pytorch.lockstep import Lockstep
 from gpulayer.pytorch.manual import ManualOptimization
 from gpulayer.pytorch.module import Module
+from gpulayer.pytorch.pace import Pace, gradient_bytes
 from gpulayer.pytorch.precision import ScaledOptimizer
 from gpulayer.pytorch.prefetch import Prefetching
 from gpulayer.pytorch.resume import Place, Position, Resume, begin
@@ -113,6 +114,7 @@ class FitLoop:
         )
         # stopping by a signal, and what ranks tell each other
         self._lockstep: Lockstep | None = None
+        self._pace = self._first_steps()
         self._began_s = 0.0  # the batch in hand
         # Batches whose training has begun, in all epochs: not one that on_train_batch_start left
         # out, for that hook may take longer on one rank.
@@ -309,6 +311,8 @@ class FitLoop:
                 return False
             if lockstep is not None:
                 self._began_s = perf_counter()
+                if self._pace is not None:
+                    self._look_at_pace(self._pace)
             item = next(stream, None)
             if item is None:
                 return self._ended_early()
@@ -466,6 +470,20 @@ class FitLoop:
             say=lambda text: print(f"gpulayer: {text}", file=sys.stderr, flush=True),
             deadline_s=store.timeout.total_seconds(),
         )
+
+    def _first_steps(self) -> Pace | None:
+        """Return what measures several machines on the first of their ranks, None elsewhere."""
+        if self._wrapped is None or self._runtime.rank or self._runtime._nodes < 2:
+            return None
+        return Pace(self._runtime._nodes, self._window, gradient_bytes(self.module))
+
+    def _look_at_pace(self, pace: Pace) -> None:
+        wrapped: Any = self._wrapped
+        said = pace.batch(self._began_s, wrapped._get_ddp_logging_data())
+        if pace.over:
+            self._pace = None
+        if said is not None:
+            self.trainer._say(f"gpulayer: {said}")
 
     def _meet(self) -> None:
         """Wait at an epoch's end for all ranks, who must have trained the same batches.

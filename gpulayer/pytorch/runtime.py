@@ -101,6 +101,7 @@ class Runtime:
         self.world_size = place.world_size
         self.node_rank = place.node_rank
         self.node = place.node
+        self._nodes = place.nodes
         self.device = _device(accelerator, place)
         refuse_mps(self.device.type, place.world_size, 1)
         self.precision = Precision(canonical(precision), self.device)

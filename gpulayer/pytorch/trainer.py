@@ -298,6 +298,7 @@ class Trainer:
             checkpoint=lambda: again.chosen(
                 self._call, lambda: checkpoints.choose(self, "fit", ckpt_path, model_given=True)
             ),
+            trains=True,
         )
 
     def validate(

@@ -341,6 +341,16 @@ def wired(*members: MemberSnapshot, slow: tuple[str, ...] = (), mbit: int = 940)
     return replace(mesh(*members), links=links)
 
 
+def test_slowest_link_of_the_ring_is_known_only_where_all_are_measured() -> None:
+    slow = wired(*(member(n) for n in "abc"), slow=("c",))
+    found = plan(Request(nodes=3), slow).slowest
+    assert found is not None
+    assert "c" in (found.one, found.other)
+    assert found.bytes_s == min(link.bytes_s or 0 for link in slow.links)
+    assert plan(Request(nodes=3), replace(slow, links=slow.links[:2])).slowest is None
+    assert plan(Request(nodes=1), slow).slowest is None
+
+
 def test_nodes_are_chosen_by_their_links_and_the_plan_says_so() -> None:
     roomy = replace(caps(), memory_available_mib=30000)
     members = [member("a"), member("far", roomy), member("b"), member("c")]

@@ -14,6 +14,28 @@ pytestmark = [pytest.mark.lan, pytest.mark.timeout(500)]
 TRUNK_MBIT = 20.0  # far below what two hosts on one switch do here, whatever else runs
 UPSTAIRS, DOWNSTAIRS = ("box-1", "box-3"), ("box-2", "box-4")
 
+TRAIN = """
+import sys
+import torch
+from torch.utils.data import DataLoader
+from gpulayer.pytorch import Module, Trainer
+
+class Wide(Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(512, 512)  # 1 MiB of gradients
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+data = DataLoader(torch.randn(400, 512), batch_size=8, shuffle=True)
+Trainer(num_nodes=2, devices=1, accelerator="cpu", target=sys.argv[1:], max_steps=20,
+        enable_progress_bar=False, enable_checkpointing=False).fit(Wide(), data)
+"""
+
 
 @pytest.fixture(scope="module")
 def house(make_lan: Any) -> Iterator[LanMesh]:
@@ -71,3 +93,28 @@ def test_links_are_measured_and_two_floors_are_two_zones(house: LanMesh) -> None
     assert "~box-1" in table
     assert "MBIT/S" in table
     assert max(map(len, table.splitlines())) <= 100
+
+
+def test_training_over_the_slow_wire_is_foretold_and_then_measured(house: LanMesh) -> None:
+    """After the test above, when the links are known."""
+    folder = house.laptop.home / "wide"
+    folder.mkdir()
+    (folder / "train.py").write_text(TRAIN)
+    command = ["python", "train.py", UPSTAIRS[0], DOWNSTAIRS[0]]
+    done = house.laptop.run(command, cwd=folder, timeout=150)
+    assert done.returncode == 0, done.stderr
+    foretold = re.search(
+        r"note: 1\.1 MB of gradients take about (\S+) s a step, at (\S+) Mbit/s between "
+        r"box-[12] and box-[12]: 2 machines are faster than one if",
+        done.stderr,
+    )
+    assert foretold, done.stderr
+    assert float(foretold[2]) < TRUNK_MBIT * 1.2
+    measured = re.findall(
+        r"gpulayer: 2 machines train ([\d.]+)x as fast as one: of a step's .*, (\d+) ms are spent "
+        r"waiting for 1\.1 MB of gradients; what helps: .*accumulate_grad_batches",
+        done.stdout + done.stderr,
+    )
+    assert len(measured) == 1, done.stdout + done.stderr
+    assert float(measured[0][0]) < 1.8
+    print(f"foretold {foretold[1]} s, waited {measured[0][1]} ms a step")

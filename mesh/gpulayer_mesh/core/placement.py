@@ -23,6 +23,7 @@ from gpulayer_mesh.core import versions as version_rows
 from gpulayer_mesh.core.devicecare import unfit, users
 from gpulayer_mesh.core.interconnect import fastest_ring
 from gpulayer_mesh.core.jobspec import Slot
+from gpulayer_mesh.core.speed import SlowLink
 from gpulayer_mesh.core.types import (
     Accelerator,
     Capabilities,
@@ -67,6 +68,7 @@ class Plan:
     refused: tuple[Refusal, ...]  # every other member
     warnings: tuple[str, ...] = ()
     versions: tuple[Versions, ...] = ()  # of the chosen, where they differ
+    slowest: SlowLink | None = None  # on the ring of the chosen; None: not all are measured
 
     @property
     def world_size(self) -> int:
@@ -477,7 +479,22 @@ def _choose(
         + _warnings(slots)
         + _crossings(chosen, said),
         _differing(chosen),
+        _slowest(wires, ranked, fits),
     )
+
+
+def _slowest(wires: Wires, ranked: Sequence[int], fits: Sequence[_Fit]) -> SlowLink | None:
+    """Return the slowest link between neighbours in rank order, the last and the first included."""
+    if len(ranked) < 2:
+        return None
+    found = []
+    for a, b in pairwise((*ranked, ranked[0])):
+        link = wires.between(a, b)
+        if link is None or not link.bytes_s:
+            return None
+        found.append((link.bytes_s, link.rtt_us or 0, a, b))
+    bytes_s, rtt_us, a, b = min(found)
+    return SlowLink(fits[a].member.name, fits[b].member.name, bytes_s, rtt_us)
 
 
 def _differing(chosen: Sequence[_Fit]) -> tuple[Versions, ...]:
