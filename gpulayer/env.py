@@ -38,8 +38,8 @@ class RankEnv:
     node: str | None  # name
     output_dir: Path | None  # $GPULAYER_OUT
     restart: int | None = None  # how often the job has started again; None: it never does
-    nodes: int = 1  # machines of the job
     restored: Path | None = None  # rank 0's $GPULAYER_OUT as it was before the restart
+    nodes: int = 1  # machines of the job
 
 
 def rank_env(environ: Mapping[str, str] | None = None) -> RankEnv | None:

@@ -264,6 +264,7 @@ def test_host_has_process_ids_of_its_own_and_reaps_its_orphans(mended: Lan) -> N
     orphan += "print('pid', os.getpid(), len(seen))"
     script = f"""
 import os, subprocess, sys, time
+print("mine", os.getpid(), flush=True)
 if os.fork() == 0:
     subprocess.Popen([sys.executable, "-c", {orphan!r}], start_new_session=True)
     os._exit(0)
@@ -271,7 +272,8 @@ time.sleep(60)
 """
     program = box.popen([sys.executable, "-c", script])
     inside, seen = map(int, program.expect(r"pid (\d+) (\d+)", 10).groups())
-    assert inside < 100
+    own = int(program.expect(r"mine (\d+)", 10)[1])
+    assert own < inside < 100
     assert seen <= 4  # with the first, its child that nobody has reaped, and the host's process 1
     end = time.monotonic() + 10
     while len(box.processes()) > 1:
@@ -279,7 +281,7 @@ time.sleep(60)
         time.sleep(0.02)
     with pytest.raises(lan_module.LanError):
         box.pid_of(inside)
-    assert box.pid_of(2) == program.pid
+    assert box.pid_of(own) == program.pid
 
 
 def test_close_leaves_nothing(make_lan: Callable[..., Lan]) -> None:

@@ -101,7 +101,7 @@ def test_stopped_rank_fails_the_job_by_name(whole: LanMesh) -> None:
     began = time.monotonic()
     assert run.process.wait(60) == 1, run.process.output()
     print(f"ended {time.monotonic() - began:.1f} s after rank 0 was stopped")
-    said = rf"node {box.name}: rank 0 has been stopped by a signal \(SIGSTOP\) for 20 s"
+    said = rf"node {box.name} failed: rank 0 has been stopped by a signal \(SIGSTOP\) for 20 s"
     assert re.search(said, run.process.output().splitlines()[-1]), run.process.output()
 
 
@@ -127,8 +127,8 @@ def test_cut_path_between_two_boxes_fails_the_job_and_is_named(whole: LanMesh, b
     assert run.process.wait(75) == 1, run.process.output()
     print(f"ended {time.monotonic() - began:.1f} s after the path was cut")
     said = re.search(
-        r"node (\S+): the network to (\S+) is cut: nothing that was sent to \S+ port \d+ was "
-        r"acknowledged for \d+ s, and new connections fail",
+        r"node (\S+) failed: the network to (\S+) is cut: nothing that was sent to \S+ port \d+ "
+        r"was acknowledged for \d+ s, and new connections fail",
         run.process.output().splitlines()[-1],
     )
     assert said, run.process.output()

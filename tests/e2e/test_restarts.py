@@ -138,7 +138,7 @@ def test_machine_that_was_rebooted_is_named_as_such(whole: LanMesh) -> None:
     assert boot in status.read_text()
     status.write_text(status.read_text().replace(boot, "another boot"))
     whole.start_agent(box)
-    run.expect(rf"node {box.name}: the machine was rebooted; restarting \(1 of 1\)$", 40)
+    run.expect(rf"node {box.name} failed: the machine was rebooted; restarting \(1 of 1\)$", 40)
     run.expect(r"^\[0\|\S+\] attempt 1", 90)
     mark(marks, "finish")
     assert run.wait(60) == 0, run.output()
