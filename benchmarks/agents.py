@@ -12,10 +12,8 @@ it: with as many cores as agents all would be sooner.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -29,6 +27,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "e2e")]
 
 from lan import Host, Lan, Process, why_unavailable  # noqa: E402
 from meshes import LINE, LanMesh, until  # noqa: E402
+from reporting import Report, parser  # noqa: E402
 
 LIMIT_S = 300.0
 STAMP = r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) \S+ "
@@ -61,7 +60,7 @@ def one_start(mesh: LanMesh) -> tuple[float, float]:
     names = {box.name for box in mesh.boxes}
     agents = start_all(mesh)
     served = max(seconds(found[0]) for one in agents for found in SERVES.findall(one.output()))
-    started = agents_started(agents[-1])
+    started = process_started(agents[-1])
     pairs = list(zip(agents, mesh.boxes, strict=True))
 
     def all_seen() -> float | None:
@@ -74,7 +73,7 @@ def one_start(mesh: LanMesh) -> tuple[float, float]:
     return at - started, at - served
 
 
-def agents_started(agent: Process) -> float:
+def process_started(agent: Process) -> float:
     """Return when a process was started, on the wall clock."""
     ticks = int(Path(f"/proc/{agent.pid}/stat").read_text().rpartition(")")[2].split()[19])
     boot = float(re.findall(r"^btime (\d+)", Path("/proc/stat").read_text(), re.MULTILINE)[0])
@@ -105,15 +104,13 @@ def followed_after(mesh: LanMesh, box: Host, address: str, viewer: Host) -> floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--boxes", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--log", type=Path)
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--boxes", type=int, default=20)
+    options.add_argument("--rounds", type=int, default=3)
+    args = options.parse_args()
     if why := why_unavailable():
         raise SystemExit(f"needs a LAN of network namespaces: {why}")
-    command = f"python benchmarks/agents.py {' '.join(sys.argv[1:])}".strip()
-    lines = [f"$ {command}", f"{platform.platform()}, {os.cpu_count()} CPUs"]
+    report = Report(args.log)
     boxes = tuple(f"box-{i}" for i in range(1, args.boxes + 1))
     with Lan(("laptop", *boxes)) as lan:
         mesh = LanMesh(lan, boxes)
@@ -133,21 +130,18 @@ def main() -> None:
             start_s, serving_s = one_start(mesh)
             from_start.append(start_s)
             from_serving.append(serving_s)
-            print(f"all saw all {start_s:.1f} s after the last start", flush=True)
+            report.say(f"all saw all {start_s:.1f} s after the last start")
         changed = [
             followed_after(mesh, box, f"{lan.network}.{200 + i}", mesh.boxes[-1])
             for i, box in enumerate(mesh.boxes[: args.rounds])
         ]
-    lines += [
+    report.say(
         f"{len(boxes)} agents, {args.rounds} times: all see all {statistics.median(from_start):.1f}"
         f" s after the last one's start (most {max(from_start):.1f} s), of which it takes"
         f" {statistics.median(from_start) - statistics.median(from_serving):.1f} s to serve",
         f"a new address is followed by another host {statistics.median(changed):.1f} s after the"
         f" change (most {max(changed):.1f} s)",
-    ]
-    print("\n".join(lines))
-    if args.log is not None:
-        args.log.write_text("\n".join(lines) + "\n")
+    )
 
 
 if __name__ == "__main__":

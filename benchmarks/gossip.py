@@ -17,17 +17,15 @@ is printed depends on the seed and not on the machine.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 from gpulayer_mesh.core.swim import SwimConfig
 from gpulayer_mesh.core.types import NodeId, NodeState
 from gpulayer_mesh.testing import Simulation, node_id
+from reporting import Report, parser
 
 SIZES, LOSSES = (10, 100, 1000), (0.0, 0.05, 0.3)
 # Members that answer are not waited for longer, and nobody confirms a suspicion.
@@ -142,24 +140,18 @@ def hours(count: int, processes: int, seed: int) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=20, help="crashes of a row; fewer above 100")
-    parser.add_argument("--hours", type=int, default=0, help="look for false deaths only")
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--log", type=Path)
-    args = parser.parse_args()
-    command = f"python benchmarks/gossip.py {' '.join(sys.argv[1:])}".strip()
-    lines = [f"$ {command}"]
-    print(lines[0], flush=True)
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=20, help="crashes of a row; fewer above 100")
+    options.add_argument("--hours", type=int, default=0, help="look for false deaths only")
+    options.add_argument("--processes", type=int, default=1)
+    options.add_argument("--seed", type=int, default=1)
+    args = options.parse_args()
+    report = Report(args.log)
     found = (
         hours(args.hours, args.processes, args.seed) if args.hours else rows(args.rounds, args.seed)
     )
     for line in found:
-        print(line, flush=True)
-        lines.append(line)
-    if args.log is not None:
-        args.log.write_text("\n".join(lines).rstrip() + "\n")
+        report.say(line)
 
 
 if __name__ == "__main__":

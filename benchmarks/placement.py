@@ -14,8 +14,6 @@ What is printed is measured on this machine and says nothing about another one.
 
 from __future__ import annotations
 
-import argparse
-import platform
 import random
 import re
 import statistics
@@ -31,6 +29,7 @@ from gpulayer_mesh.core.placement import Request, plan  # noqa: E402
 from lan import Lan, why_unavailable  # noqa: E402
 from mesh_cases import large_mesh  # noqa: E402
 from meshes import LanMesh, until  # noqa: E402
+from reporting import Report, parser  # noqa: E402
 
 HOST_MBIT, TRUNK_MBIT = 200.0, 50.0
 BOXES = tuple(f"box-{i}" for i in range(1, 9))
@@ -120,7 +119,7 @@ def plan_lines() -> list[str]:
     return lines
 
 
-def report(
+def result_lines(
     aware: list[float], at_random: list[float], worst: list[float], ordered: list[float]
 ) -> list[str]:
     rows = {
@@ -144,19 +143,18 @@ def report(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--random", type=int, default=8, help="random placements to run")
-    parser.add_argument("--repeat", type=int, default=4, help="jobs of each other placement")
-    parser.add_argument("--steps", type=int, default=20, help="counted steps of a job")
-    parser.add_argument("--seed", type=int, default=0, help="of the random placements")
-    parser.add_argument("--log", type=Path, help="also write the result there")
-    args = parser.parse_args()
-    lines = [
-        f"{platform.platform()}, Python {platform.python_version()}, {args.steps} steps a job",
-        f"hosts at {HOST_MBIT:.0f} Mbit/s, a trunk of {TRUNK_MBIT:.0f} Mbit/s between 4 and 4",
+    options = parser(__doc__)
+    options.add_argument("--random", type=int, default=8, help="random placements to run")
+    options.add_argument("--repeat", type=int, default=4, help="jobs of each other placement")
+    options.add_argument("--steps", type=int, default=20, help="counted steps of a job")
+    options.add_argument("--seed", type=int, default=0, help="of the random placements")
+    args = options.parse_args()
+    report = Report(args.log)
+    report.say(
+        f"{args.steps} steps a job, hosts at {HOST_MBIT:.0f} Mbit/s, a trunk of "
+        f"{TRUNK_MBIT:.0f} Mbit/s between 4 and 4",
         *plan_lines(),
-    ]
-    print("\n".join(lines), flush=True)
+    )
     if reason := why_unavailable():
         raise SystemExit(f"no test LAN here: {reason}")
     rng = random.Random(args.seed)
@@ -170,8 +168,7 @@ def main() -> None:
             lan[name].shape(HOST_MBIT)
         mesh = LanMesh(lan, BOXES)
         mesh.form()
-        lines.append(f"both zones known {wait_for_zones(mesh):.0f} s after all were listed")
-        print(lines[-1], flush=True)
+        report.say(f"both zones known {wait_for_zones(mesh):.0f} s after all were listed")
         interleaved = [UPSTAIRS[0], DOWNSTAIRS[0], UPSTAIRS[1], DOWNSTAIRS[1]]
         jobs: list[tuple[str, list[str], list[float]]] = []
         for _ in range(args.repeat):
@@ -184,11 +181,7 @@ def main() -> None:
         for i, (name, order, took) in enumerate(jobs):
             took.append(step_s(mesh, order, PORT + i, args.steps))
             print(f"{name:8} {' '.join(order)}  {1000 * took[-1]:.0f} ms a step", flush=True)
-    result = report(aware, at_random, worst, ordered)
-    print("\n".join(result))
-    if args.log:
-        args.log.parent.mkdir(parents=True, exist_ok=True)
-        args.log.write_text("\n".join([*lines, *result]) + "\n")
+    report.say(*result_lines(aware, at_random, worst, ordered))
 
 
 if __name__ == "__main__":

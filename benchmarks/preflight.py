@@ -12,8 +12,6 @@ All agents share this machine's cores, so real machines are faster where their n
 
 from __future__ import annotations
 
-import argparse
-import platform
 import re
 import statistics
 import sys
@@ -24,6 +22,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "e2e")]
 
 from lan import Lan, why_unavailable  # noqa: E402
 from meshes import LanMesh  # noqa: E402
+from reporting import Report, parser  # noqa: E402
 
 BOXES = tuple(f"box-{i}" for i in range(1, 6))
 NODES = (2, 3, 5)
@@ -58,13 +57,12 @@ def preflight_s(mesh: LanMesh, nodes: int, *, bulk: bool) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeat", type=int, default=5, help="jobs of each number of nodes")
-    parser.add_argument("--log", type=Path, help="also write the result there")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--repeat", type=int, default=5, help="jobs of each number of nodes")
+    args = options.parse_args()
     if reason := why_unavailable():
         raise SystemExit(f"no test LAN here: {reason}")
-    lines = [f"{platform.platform()}, Python {platform.python_version()}, {args.repeat} jobs each"]
+    report = Report(args.log)
     took: dict[tuple[int, bool], list[float]] = {(n, b): [] for n in NODES for b in (True, False)}
     with Lan(("laptop", *BOXES)) as lan:
         mesh = LanMesh(lan, BOXES)
@@ -75,18 +73,16 @@ def main() -> None:
     for nodes in NODES:
         whole, small = took[nodes, True], took[nodes, False]
         ratio = statistics.median(whole) / statistics.median(small)
-        lines.append(
+        report.say(
             f"{nodes} nodes, {nodes * (nodes - 1):2} directions: median "
             f"{statistics.median(whole):.2f} s (most {max(whole):.2f}), "
             f"{ratio:.1f} times the same without bulk"
         )
     five = statistics.median(took[5, True])
-    lines.append(f"5 nodes / 2 nodes {five / statistics.median(took[2, True]):.1f}")
-    lines.append(f"5 nodes / aim of {AIM_S:.0f} s {five / AIM_S:.2f}")
-    print("\n".join(lines))
-    if args.log:
-        args.log.parent.mkdir(parents=True, exist_ok=True)
-        args.log.write_text("\n".join(lines) + "\n")
+    report.say(
+        f"5 nodes / 2 nodes {five / statistics.median(took[2, True]):.1f}",
+        f"5 nodes / aim of {AIM_S:.0f} s {five / AIM_S:.2f}",
+    )
 
 
 if __name__ == "__main__":

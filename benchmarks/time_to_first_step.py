@@ -11,8 +11,6 @@ from the start of the command to the first training step of rank 0.
 
 from __future__ import annotations
 
-import argparse
-import platform
 import re
 import statistics
 import sys
@@ -24,6 +22,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "e2e")]
 
 from lan import Lan, why_unavailable  # noqa: E402
 from meshes import LanMesh  # noqa: E402
+from reporting import Report, parser  # noqa: E402
 
 TORCHRUN = str(Path(sys.executable).parent / "torchrun")
 SCRIPT = """
@@ -86,12 +85,12 @@ def first_step(output: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--runs", type=int, default=5, help="counted runs of each, after one more")
-    parser.add_argument("--log", type=Path, help="also write the result there")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--runs", type=int, default=5, help="counted runs of each, after one more")
+    args = options.parse_args()
     if reason := why_unavailable():
         raise SystemExit(f"no test LAN here: {reason}")
+    report = Report(args.log)
     mesh_s: list[float] = []
     torchrun_s: list[float] = []
     with Lan() as lan:
@@ -103,24 +102,19 @@ def main() -> None:
             (box.home / "train.py").write_text(SCRIPT)
         for run in range(args.runs + 1):
             pair = by_mesh(mesh, folder, run), by_torchrun(mesh, 29500 + run)
-            print(f"run {run}: mesh {pair[0]:.2f} s, torchrun {pair[1]:.2f} s", flush=True)
+            report.say(f"run {run}: mesh {pair[0]:.2f} s, torchrun {pair[1]:.2f} s")
             if run:  # the first warms the disk
                 mesh_s.append(pair[0])
                 torchrun_s.append(pair[1])
     ratios = [a / b for a, b in zip(mesh_s, torchrun_s, strict=True)]
-    lines = [
-        f"{platform.platform()}, Python {platform.python_version()}, {args.runs} runs each",
+    report.say(
         f"python train.py on the mesh   median {statistics.median(mesh_s):.2f} s "
         f"({min(mesh_s):.2f} to {max(mesh_s):.2f})",
         f"torchrun started by hand      median {statistics.median(torchrun_s):.2f} s "
         f"({min(torchrun_s):.2f} to {max(torchrun_s):.2f})",
         f"ratio, pair by pair           median {statistics.median(ratios):.2f} "
         f"({min(ratios):.2f} to {max(ratios):.2f})",
-    ]
-    print("\n".join(lines))
-    if args.log:
-        args.log.parent.mkdir(parents=True, exist_ok=True)
-        args.log.write_text("\n".join(lines) + "\n")
+    )
 
 
 if __name__ == "__main__":

@@ -196,7 +196,6 @@ class Member:
     node: NodeId
     name: str
     state: str = ""  # by the member that answered: "alive"...; "": no agent was ever heard of
-    heard_s: float | None = None  # when the member that answered heard it last
     dials: tuple[Dial, ...] = ()
     health: Health | None = None
     skew_s: float | None = None  # its clock minus ours
