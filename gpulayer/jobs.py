@@ -170,7 +170,7 @@ async def _follow_attempt(
         # Where an attempt follows, a machine was lost, perhaps, and says nothing more.
         follows = bool(final.successor) or final.spec.restart > record.spec.restart
         await _drain(lines, lambda: heard, QUIET_S if follows else DRAIN_S)
-        if not lines.done() or lines.exception() is not None:
+        if not lines.done() or isinstance(lines.exception(), GpuLayerError):
             ui.note(f"some lines did not arrive; see gpulayer logs {record.spec.id}")
         return final
     finally:

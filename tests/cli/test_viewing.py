@@ -269,6 +269,19 @@ async def test_broken_lines_do_not_hide_the_end(screen: Screen) -> None:
     assert "some lines did not arrive" in screen.err.getvalue()
 
 
+async def test_reader_that_went_away_is_no_fault_of_the_lines(
+    screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object, **__: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(screen.ui, "log", gone)
+    client = ScriptedClient(records=[RUNNING, DONE], lines=[line(0, "a\n")])
+    with pytest.raises(BrokenPipeError):
+        await jobs.follow(scripted(client), RUNNING, screen.ui)
+    assert "did not arrive" not in screen.err.getvalue()
+
+
 async def test_silent_nodes_are_asked_again(screen: Screen) -> None:
     silent = TransportError("no node answered")
     client = ScriptedClient(records=[RUNNING, *[silent] * 5, RUNNING, DONE])
