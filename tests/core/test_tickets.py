@@ -161,6 +161,22 @@ def test_adopted_tickets_stand_for_another_lease() -> None:
     assert ahead(new.take(100.0 + TICKET_S, ticket(3))) == []
 
 
+def test_place_of_a_next_attempt_is_not_adopted() -> None:
+    box = Tickets("box")
+    box.adopt(0.0, [ticket(tickets.RESTART), ticket(2)])
+    assert [one.job for one in box.all(0.0)] == [job(2)]
+
+
+def test_first_ticket_to_run_out_is_the_next_timeout() -> None:
+    box = Tickets("box")
+    assert box.next_timeout() is None
+    box.take(0.0, ticket(1))
+    box.take(5.0, ticket(2))
+    assert box.next_timeout() == TICKET_S
+    box.take(7.0, ticket(1))
+    assert box.next_timeout() == 5.0 + TICKET_S
+
+
 def test_next_number_comes_after_all_known_and_has_an_end() -> None:
     assert tickets.next_number([]) == 1
     assert tickets.next_number([ticket(3), ticket(7), ticket(5)]) == 8

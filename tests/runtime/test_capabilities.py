@@ -182,7 +182,7 @@ async def test_machine_without_torch_or_interpreter_still_answers(tmp_path: Path
 async def test_change_is_told_and_noise_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capabilities, "_POLL_S", 0.0)
+    monkeypatch.setattr(capabilities, "POLL_S", 0.0)
     python = interpreter(tmp_path, lines({"works": "cuda"}, {"done": True}))
     gpus = TwoGpus()
     async with asyncio.timeout(30), aclosing(machine(tmp_path, python, gpus).changes()) as changes:

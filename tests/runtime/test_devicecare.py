@@ -85,6 +85,7 @@ async def test_clean_device_is_free_after_one_reading(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(capabilities, "LOOK_AGAIN_S", 60.0)
+    monkeypatch.setattr(capabilities, "POLL_S", 600.0)
     driver = Driver()
     (box,) = await mesh.start("box-0", nvml=driver)
     before = driver.readings
@@ -206,7 +207,10 @@ async def test_driver_that_hangs_costs_no_job(mesh: Mesh, monkeypatch: pytest.Mo
     await reserve(mesh, box)
 
 
-async def test_job_without_devices_asks_no_driver(mesh: Mesh) -> None:
+async def test_job_without_devices_asks_no_driver(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capabilities, "POLL_S", 600.0)  # nobody else asks it meanwhile
     driver = Driver()
     (box,) = await mesh.start("box-0", nvml=driver)
     before, driver.hangs_s = driver.readings, 60.0

@@ -22,7 +22,7 @@ import psutil
 import pytest
 from boxes import CHUNK, CONTENT, JOB, MANIFEST, ORDER, WAITS, Box, Mesh
 from gpulayer_mesh.core import job as keeping
-from gpulayer_mesh.core import wire
+from gpulayer_mesh.core import tickets, wire
 from gpulayer_mesh.core.hangs import Looked, Unanswered, plain_ip
 from gpulayer_mesh.core.jobspec import (
     HostPhase,
@@ -289,6 +289,20 @@ async def test_ticket_keeps_the_node_for_its_job_until_it_is_dropped(mesh: Mesh)
     with pytest.raises(PlacementBusyError, match=f"kept for job {JOB} from other"):
         await box.ask("laptop", "POST", f"/v1/jobs/{YOUNGER}/reserve", {"spec": signed})
     assert [ticket.job for ticket in await box.ask("boss", "GET", "/v1/tickets")] == [JOB]
+
+
+async def test_ticket_that_ran_out_is_not_taken_up_by_the_next_agent(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tickets, "TICKET_S", 0.2)
+    (box,) = await mesh.start("box-0")
+    await box.ask("laptop", "POST", f"/v1/tickets/{OLDER}", mesh.ticket(1, OLDER))
+    file = box.home / "queue"
+    assert wire.unpack(file.read_bytes()) != []
+    await eventually(lambda: wire.unpack(file.read_bytes()) == [])
+    monkeypatch.setattr(tickets, "TICKET_S", 30.0)
+    box = await box.restart()
+    assert not await box.ask("boss", "GET", "/v1/tickets")
 
 
 async def test_ticket_carries_the_name_that_the_roster_has(mesh: Mesh) -> None:

@@ -159,9 +159,17 @@ class Tickets:
         self._expire(now)
         return self._older(None)
 
+    def next_timeout(self) -> float | None:
+        """Return when a ticket runs out, unless it is renewed."""
+        return min(self._until.values(), default=None)
+
     def adopt(self, now: float, tickets: Iterable[Ticket]) -> None:
-        """Take over what stood here when an earlier agent ended; their launchers renew them."""
-        for ticket in list(tickets)[:TICKETS_MAX]:
+        """Take over what stood here when an earlier agent ended; their launchers renew them.
+
+        Next attempts register anew: this node may have been away until after they ran.
+        """
+        standing = [ticket for ticket in tickets if ticket.number != RESTART]
+        for ticket in standing[:TICKETS_MAX]:
             self._live[ticket.job] = ticket
             self._until[ticket.job] = now + TICKET_S
 

@@ -51,7 +51,7 @@ _PROBE = Path(__file__).with_name("torch_probe.py")
 _PROVE_S = 120.0  # importing torch from a cold network disk takes a minute
 _KEY_S = 15.0
 _IMPORTS_S = 10.0  # pre-flight waits for it; 0.05 s when the machine is not overloaded
-_POLL_S = 10.0
+POLL_S = 10.0
 _DRIVER_S = 10.0  # to answer for all GPUs; a job does not wait for one that hangs
 _RECHECK_S = 60.0  # for a torch that was installed meanwhile; one start of Python each
 _OUTPUT_MAX = 256 * 1024  # bytes of a probe's stdout: 64 devices at 200 bytes, and chatter
@@ -143,7 +143,7 @@ class Machine:
             fresh = await self._read()
             if self._told is None or _differs(fresh, self._told):
                 yield self._tell(fresh)
-            until = time.monotonic() + _POLL_S
+            until = time.monotonic() + POLL_S
             while (left_s := until - time.monotonic()) > 0:
                 await asyncio.sleep(min(left_s, LOOK_AGAIN_S))
                 if self.current and any(device.blocked for device in self.current.devices):

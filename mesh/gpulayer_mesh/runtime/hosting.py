@@ -187,6 +187,7 @@ class JobHost:
                 for grant in self.site.reservations.expire(time.monotonic()):
                     log.info("job %s: the reservation ran out", grant.job)
                     self.site.changed()
+                self._save_tickets()  # an agent that comes later must not take up what ran out
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._pause()):
                         await self._wake.wait()
@@ -257,9 +258,10 @@ class JobHost:
         jobs = tuple(ticket.job for ticket in waiting)
         if jobs == self._queue_saved:
             return
+        self._queue_saved = jobs
+        self._wake.set()  # the first to run out may be another one now
         try:
             replace_file(self._queue_file, wire.pack(waiting))
-            self._queue_saved = jobs
         except OSError as e:
             log.warning("who waits here cannot be written: %s", e)
 
@@ -352,7 +354,7 @@ class JobHost:
         """Keep the newest word on a job; who was lost may say later how it really ended."""
         if one.record.state in OVER and record.state not in OVER:
             return
-        if record.state in OVER and not record.successor:
+        if record.state in OVER:  # the next attempt, if there is one, has what it needs
             self.free_from_next(one.spec)
         one.record, one.recorded = record, time.monotonic()
         one.folder.save_record(record)
@@ -534,7 +536,8 @@ class JobHost:
 
     def _pause(self) -> float:
         """Return the seconds until a timer is due."""
-        due = [(self.site.reservations.next_timeout(), time.monotonic())]
+        now = time.monotonic()
+        due = [(self.site.reservations.next_timeout(), now), (self.tickets.next_timeout(), now)]
         for one in self.jobs.values():
             now = one.clock()
             due.append((one.machine.next_timeout(), now))
